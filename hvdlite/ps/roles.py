@@ -100,6 +100,7 @@ def run_server(
             listener, new_updater, incarnation=welcome["incarnation"],
             workers=welcome["workers"], snapshots=folder, snapshot_every=settings.snapshot_every,
             token=settings.token, records=records, layout=welcome["layout"],
+            reached=welcome["reached"],
         )  # fmt: skip
         migration = Migration(server, welcome["number"], client, enrolment, settings.token)
         ServerCheckpoints(server, welcome["number"], migration.is_sent)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler import scheduler as schedulers
+from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.scaling import Change
 from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.tables.row_store import RowsSpec
 from tests.ps.cluster import Cluster, Trainer, in_threads, trainers, wait_until
 from tests.ps.test_scaling import Added
 
@@ -106,6 +111,42 @@ def test_a_server_that_no_scheduler_can_write_down_does_not_count(
     cluster.servers.append(cluster.start_server(1, joins=True))
     add_ones(trainer, lambda: cluster.state.registry.version == 2 and len(refused) == 5)
     assert added_up(trainer) == {trainer.table.clock}
+
+
+def test_weights_that_are_lost_with_a_server_end_all_workers_and_are_named(
+    new_cluster: NewCluster,
+) -> None:
+    """No snapshots: the workers that had pulled them are killed, too."""
+    cluster = new_cluster(2, 2)
+    pair = trainers(cluster, 2)
+    in_threads(*[partial(trainer.train, 5) for trainer in pair])
+    wait_until(lambda: cluster.state.registry.reached.get("t", 0) > 0)
+    for trainer in pair:
+        trainer.worker.close()
+    cluster.restart_server(0)
+
+    def enter(number: int) -> None:
+        with pytest.raises(HorovodInternalError, match=r"server 0 .*the table 't' had version \d"):
+            Trainer(cluster.worker(f"worker {number}", number))
+
+    in_threads(*[partial(enter, number) for number in range(2)])
+    for server in cluster.servers:
+        server.wait()
+        assert "the table 't' had version" in str(server.error)
+
+
+def test_rows_that_are_lost_with_a_server_end_the_job_and_are_named(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(2, 1)
+    worker = cluster.worker("worker 0")
+    options = TableOptions(ASYNC, None, rows=RowsSpec(30, 4, "float64", seed=3).fields)
+    rows = worker.declare_rows(TensorSpec("rows", "float64", (30, 4)), options)
+    rows.push(np.arange(30), np.ones((30, 4))).wait()
+    wait_until(lambda: cluster.state.registry.reached.get("rows", 0) > 0)
+    cluster.restart_server(1)
+    with pytest.raises(HorovodInternalError, match=r"server 1 .*the table 'rows' had version 1"):
+        rows.pull(np.arange(30)).wait()
 
 
 def a_change(mode: str) -> Change:

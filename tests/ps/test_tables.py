@@ -15,7 +15,7 @@ from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import place
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
 from hvdlite.ps.tables.gradient_sums import add_up
-from hvdlite.ps.tables.table import Table
+from hvdlite.ps.tables.table import Table, TableLostError
 
 SPECS = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2), group=1)]
 
@@ -348,6 +348,28 @@ def test_a_server_that_has_forgotten_all_takes_the_newest_values() -> None:
     deliver(table, workers, second.start(table))
     assert table.version == 4 and first.kinds == ["started"]
     assert_same(table.updater.values(), second.values)
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_first_values_do_not_come_again_while_somebody_may_have_newer_ones(mode: str) -> None:
+    """A worker that has come again starts first, with first values."""
+    table, workers = new_table(Mode(mode), incarnation=2), job(2)
+    table.reached = 4
+    first, second = workers.values()
+    second.version, second.step, second.values = 4, 4, values_of(7, 7)
+    assert first.start(table) == []
+    deliver(table, workers, second.start(table))
+    assert_same(table.updater.values(), second.values)
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_what_nobody_has_any_more_is_an_error(mode: str) -> None:
+    table, workers = new_table(Mode(mode), incarnation=2), job(2)
+    table.reached = 4
+    first, second = workers.values()
+    assert first.start(table) == []
+    with pytest.raises(TableLostError, match=r"the table 't' had version 4, .*ps\.load"):
+        second.start(table)
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])

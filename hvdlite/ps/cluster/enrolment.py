@@ -30,8 +30,9 @@ class Enrolment:
     ) -> None:  # fmt: skip
         self._client, self._settings = client, settings
         self._changed = changed
-        # What each beat says: the layout in which this member is, and its tables.
-        self.standing: Callable[[], dict[str, Any]] = lambda: {"layout": 0, "tables": []}
+        # What each beat says: the layout in which this member is, and its tables; their versions
+        # in a server.
+        self.standing: Callable[[], dict[str, Any]] = lambda: {"layout": 0, "tables": {}}
         self.number = number
         self._hello: dict[str, Any] = {
             "role": settings.role, "number": number, "address": address,

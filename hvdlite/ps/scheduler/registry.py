@@ -45,7 +45,14 @@ class Registry:
     def __init__(self, num_servers: int) -> None:
         self.layout = Layout((), (), num_servers)
         self.version = 1  # Of the layout: another number of servers makes another one.
+        self.reached: dict[str, int] = {}  # The versions of tables that servers have told of.
         self._tables: dict[str, _Table] = {}
+
+    def reach(self, name: str, version: int) -> bool:
+        """Take note that a table has a version; return whether it is its first update."""
+        before = self.reached.get(name, 0)
+        self.reached[name] = max(before, version)
+        return before < 1 <= version
 
     def declare(
         self, worker: int, name: str, specs: Sequence[TensorSpec], options: TableOptions
@@ -156,7 +163,7 @@ class Registry:
         parts = [[part.key, part.start, part.stop, part.server] for part in self.layout.parts]
         return {
             "tables": tables, "parts": parts, "itemsizes": list(self.layout.itemsizes),
-            "servers": self.layout.num_servers, "version": self.version,
+            "servers": self.layout.num_servers, "version": self.version, "reached": self.reached,
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -168,7 +175,7 @@ class Registry:
             )
         parts = tuple(Part(*part) for part in state["parts"])
         self.layout = Layout(parts, tuple(state["itemsizes"]), state["servers"])
-        self.version = state["version"]
+        self.version, self.reached = state["version"], state["reached"]
 
 
 def _rows_of(specs: Sequence[TensorSpec]) -> list[list[Any]]:

@@ -268,8 +268,9 @@ class Scheduler:
         self.listener.let_in(peer, key)
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
         answers = self.membership.hello(peer, message.request, hello, time.monotonic())
+        reached = self.registry.reached
         answers = [
-            Answer(to, each._replace(body={**each.body, **self._describe()}))
+            Answer(to, each._replace(body={**each.body, **self._describe(), "reached": reached}))
             if each.kind == "welcome"
             else Answer(to, each)
             for to, each in answers
@@ -283,7 +284,10 @@ class Scheduler:
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
         if not self.membership.beat(peer, time.monotonic()):
             return [_answer(peer, message, "restarted")]
-        self._standing[peer] = message.body["layout"], frozenset(message.body["tables"])
+        tables = message.body["tables"]
+        self._standing[peer] = message.body["layout"], frozenset(tables)
+        if [name for name, version in tables.items() if self.registry.reach(name, version)]:
+            self._keep()  # Their first values must not come again.
         return [_answer(peer, message, "beat", **self._describe())]
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:

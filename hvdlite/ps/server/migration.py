@@ -56,7 +56,7 @@ class Migration:
         self._deliveries: dict[int, _Delivery] = {}
         self._staged: list[tuple[TableDescription, Saved]] | None = None
         self._has_told = False  # The scheduler what this server has, for the border.
-        self._standing: dict[str, Any] = {}  # That the scheduler has been told last.
+        self._standing: object = None  # That the scheduler has been told last.
         server.set_handler("take", self._take)
         server.hear_of_layout = self.switch_early
 
@@ -64,8 +64,10 @@ class Migration:
         """Do what can be done, as the scheduler's latest news say."""
         if news.get("layout", 0) > self._server.layout:
             self._switch(news["layout"])
-        if self._standing != (standing := self.standing()):
-            self._standing = standing
+        standing = self.standing()
+        tables = [(name, version > 0) for name, version in standing["tables"].items()]
+        if self._standing != (standing["layout"], tables):
+            self._standing = standing["layout"], tables
             self._client.call(self._tell)
         change = news.get("change")
         if change is None:
@@ -87,9 +89,10 @@ class Migration:
             self._stage(self._plan, change)
 
     def standing(self) -> dict[str, Any]:
-        """Return the layout in which this server is, and the tables that it has begun."""
-        tables = [name for name, table in [*self._server.tables.items()] if table.begun]
-        return {"layout": self._server.layout, "tables": tables}
+        """Return the layout in which this server is, and the versions of tables that have begun."""
+        tables = [*self._server.tables.items()]
+        begun = {name: table.version for name, table in tables if table.begun}
+        return {"layout": self._server.layout, "tables": begun}
 
     def switch_early(self, layout: int) -> None:
         """Switch where a worker has heard before this server that the next layout counts."""

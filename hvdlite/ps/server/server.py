@@ -16,7 +16,7 @@ from hvdlite.ps.server.priorities import by_priority
 from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_table import RowTable
-from hvdlite.ps.tables.table import Saved, Table
+from hvdlite.ps.tables.table import Saved, Table, TableLostError
 from hvdlite.ps.tables.updater import Updater
 
 LOOK_SECONDS = 0.5
@@ -42,7 +42,7 @@ class Server:
         self, listener: Listener, new_updater: Callable[[TableDescription], Updater], *,
         incarnation: int, workers: Collection[int], snapshots: SnapshotFolder | None = None,
         snapshot_every: int = 0, token: bytes | None = None, records: Records = OFF,
-        layout: int = 1,
+        layout: int = 1, reached: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.listener = listener
         self.layout = layout  # Its version, by which requests for an older one are known.
@@ -53,6 +53,7 @@ class Server:
         self._new_updater = new_updater
         self._incarnation = incarnation
         self._snapshots, self._every = snapshots, snapshot_every
+        self._reached = reached or {}  # The versions that tables had before this server has come.
         self.records = records
         self.descriptions: dict[str, TableDescription] = {}
         self._saved: dict[str, int] = {}  # The version of the newest snapshot.
@@ -85,7 +86,7 @@ class Server:
             name, described.blocks, described.mode, self._new_updater(described),
             average=described.average, incarnation=self._incarnation,
         )  # fmt: skip
-        table.records = self.records
+        table.records, table.reached = self.records, self._reached.get(name, 0)
         table.others = lambda: [w for w, own in self._tables_of.items() if name not in own]
         if self.listener.memory is not None:
             table.copy_of = self.listener.memory.copy
@@ -115,7 +116,7 @@ class Server:
     def answer(self, peer: bytes, message: Message) -> list[Answer]:
         """Return the answers to a message: some may be for other peers, which have waited.
 
-        Raises HorovodInternalError where a snapshot cannot be written.
+        Raises HorovodInternalError where a snapshot cannot be written, or a table is lost.
         """
         if self._admission is not None and (message.kind == "hello" or peer not in self._admitted):
             return self._admit(self._admission, peer, message)
@@ -132,6 +133,8 @@ class Server:
             answers = handler(peer, message)
         except (ProtocolError, ValueError) as error:
             return [self._failed(peer, message, str(error))]
+        except TableLostError:
+            raise
         except Exception as error:  # A message must not end the server, whatever is in it.
             return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
         self._save_all()

@@ -107,26 +107,14 @@ class RowTable(Table):
         if not self.begun and self._starts.waiting:
             if self._restored:
                 self.begun = True
-            elif lost := self._lost():
-                return lost
+            elif version := max(self.reached, *(s.version for s in self._starts.waiting.values())):
+                raise self._lost_error(version)
             else:
                 self.updater.begin([])
                 for number in workers:
                     self.clocks.finished.setdefault(number, self.version)
                 self.begun = True
         return super().look(workers) if self.begun else []
-
-    def _lost(self) -> list[Answer]:
-        """Fail workers that know newer rows: a server without snapshots has lost them."""
-        if all(start.version <= 0 for start in self._starts.waiting.values()):
-            return []
-        why = f"the rows of {self.name!r} are lost with the server: start it with snapshots"
-        answers = [
-            self._answer(start.peer, start.request, "failed", {"why": why})
-            for start in self._starts.waiting.values()
-        ]
-        self._starts.waiting.clear()
-        return answers
 
     def _gradients_of(self, message: Message) -> list[Array]:
         ids, spec = _ids_of(message), self.rows.spec

@@ -2,7 +2,9 @@
 
 A table is begun by the values of a worker, or by a snapshot. After a snapshot it first hears of all
 workers that take part in it, since one of them may have pulled newer values than the snapshot has;
-those are taken. A worker that has gone further than even they fails: `rolled_back`.
+those are taken. A worker that has gone further than even they fails: `rolled_back`. A table that
+had a version before, of which neither a snapshot nor a worker has anything, is not begun again with
+first values: `TableLostError`.
 
 This module never sends, sleeps or reads a clock.
 """
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.connections.messages import REPLACES, Answer, Message
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.layouts.blocks import Array, Block
@@ -24,6 +27,10 @@ from hvdlite.ps.tables.gradient_sums import add_up, divided
 from hvdlite.ps.tables.updater import Updater
 
 SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
+
+
+class TableLostError(HorovodInternalError):
+    """What a table had is nowhere any more: the job cannot go on."""
 
 
 class Saved(NamedTuple):
@@ -56,6 +63,7 @@ class Table:
         self._incarnation = incarnation
         self.begun = False  # The values are there.
         self._restored = False
+        self.reached = 0  # The version that it had before this server has come.
         self._workers: set[int] = set()
         self._of: int | None = None  # The worker whose first values it has begun with.
         self._starts = Starts()
@@ -151,12 +159,22 @@ class Table:
         others, starts = self.others(), self._starts
         if not starts.waiting or starts.is_awaited(workers):
             return []
-        if (self._restored or self._lost_steps()) and starts.missing(workers, others):
+        is_lost = self.reached > 0 and not self._restored
+        if (self._restored or is_lost or self._lost_steps()) and starts.missing(workers, others):
             return []
+        if is_lost and starts.newest(workers) < 0:
+            raise self._lost_error(self.reached)
         if self._restored and (starts.newest(workers) <= self.version or self._goes_back):
             return self._begin()
         start = starts.want(workers, others)
         return [] if start is None else [self._answer(start.peer, start.request, "wanted")]
+
+    def _lost_error(self, version: int) -> TableLostError:
+        return TableLostError(
+            f"the table '{self.name}' had version {version}, and its server has come again: no "
+            "snapshot and no worker has its values. Go on from a checkpoint (ps.load) in another "
+            "job, and give --ps-snapshot so that a server that is lost has something to return to"
+        )
 
     def _lost_steps(self) -> bool:
         """Return whether workers have finished steps that this server has forgotten.

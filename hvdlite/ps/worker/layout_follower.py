@@ -41,7 +41,7 @@ class LayoutFollower:
 
     def standing(self) -> dict[str, Any]:
         """Return the layout in which this worker is, and its tables."""
-        return {"layout": self._version, "tables": [*self._tables]}
+        return {"layout": self._version, "tables": dict.fromkeys(self._tables, 0)}
 
     def hear(self, body: Mapping[str, Any]) -> None:
         """Take the scheduler's latest news."""
