@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdlite.checkpoint.tensors import as_layout
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.common.plain.config import closest
 
@@ -22,8 +21,15 @@ def flat_layouts(layouts: Mapping[str, Any], prefix: str = "") -> dict[str, Layo
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             flat.update(flat_layouts(value, f"{name}."))
+        elif isinstance(value, Layout):
+            flat[name] = value
+        elif isinstance(value, (list, tuple)) and len(value) >= 2:
+            flat[name] = Layout(value[0], value[1])
         else:
-            flat[name] = as_layout(value, name)
+            raise TypeError(
+                f"the layout of {name!r} is a Layout or a list [D, M, ...], not "
+                f"{type(value).__name__}"
+            )
     return flat
 
 

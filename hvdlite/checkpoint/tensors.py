@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.checkpoint.manifest import Manifest
-from hvdlite.common.layouts.layout import Box, Layout
+from hvdlite.common.layouts.layout import Box
 from hvdlite.common.plain.adapter import DTYPES
 
 Array = NDArray[Any]
@@ -109,17 +109,3 @@ def kinds_of(leaves: Mapping[str, Any], tensors: Tensors) -> dict[str, tuple[str
                 f"of {', '.join(sorted(DTYPES))}"
             )
     return kinds
-
-
-def as_layout(value: Any, name: str) -> Layout:
-    """Return a layout that was given as one, or as a list that begins with D and M.
-
-    Raises `TypeError` for anything else.
-    """
-    if isinstance(value, Layout):
-        return value
-    if isinstance(value, (list, tuple)) and len(value) >= 2:
-        return Layout(value[0], value[1])
-    raise TypeError(
-        f"the layout of {name!r} is a Layout or a list [D, M, ...], not {type(value).__name__}"
-    )

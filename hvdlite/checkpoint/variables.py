@@ -18,18 +18,15 @@ class VariableTensors(Tensors):
     """Variables, and the models and optimizers of Keras that have some."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Return whether `value` is a variable or an array."""
         return _is_variable(value) or super().is_tensor(value)
 
     def kind(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
-        """Return the dtype and the shape."""
         if super().is_tensor(tensor):
             return super().kind(tensor)
         dtype = getattr(tensor.dtype, "name", tensor.dtype)  # Keras has names, TensorFlow objects.
         return str(dtype), tuple(tensor.shape)
 
     def array(self, tensor: Any) -> Array:
-        """Return the values on the host."""
         return np.asarray(tensor.numpy() if _is_variable(tensor) else tensor)
 
     def store(self, tensor: Any, values: Array) -> Any:

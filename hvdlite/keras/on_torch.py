@@ -112,7 +112,6 @@ class Reducer(reducer.Reducer):
         return Gradient(name, size_bytes, DTYPE_NAMES[gradient.dtype], path)
 
     def divide(self, gradient: torch.Tensor, divisor: int) -> torch.Tensor:
-        """Divide the gradient by a number."""
         return gradient / divisor
 
 

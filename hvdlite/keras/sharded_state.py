@@ -95,11 +95,9 @@ class ShardedExchange(Exchange):
         self._place = (0, 1)
 
     def targets(self, variables: Any) -> Any:
-        """Return what the optimizer steps over: the shards."""
         return [shard.variable for shard in self._shards] if self._shards else variables
 
     def sources(self, built: Sequence[Any]) -> list[Any]:
-        """Return the variables whose gradients come in."""
         if not self._shards:
             return list(built)
         return [variable for shard in self._shards for variable in shard.variables]

@@ -37,3 +37,18 @@ __all__ = [
     "shutdown",
     "size",
 ]
+# The names of `RawCalls`, which each of these modules has for its own tensors.
+CALLS = [
+    "poll",
+    "pull",
+    "pull_async",
+    "pull_rows",
+    "pull_rows_async",
+    "push",
+    "push_async",
+    "push_rows",
+    "push_rows_async",
+    "start",
+    "start_rows",
+    "synchronize",
+]

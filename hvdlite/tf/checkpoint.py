@@ -24,7 +24,6 @@ class TensorFlowTensors(VariableTensors):
     """Variables and tensors of TensorFlow beside those of Keras, and arrays."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Return whether `value` is a variable, a tensor or an array."""
         return isinstance(value, (tf.Variable, tf.Tensor)) or super().is_tensor(value)
 
     def array(self, tensor: Any) -> Array:

@@ -71,16 +71,13 @@ class TorchRunner(EngineRunner[torch.Tensor]):
         return list(outputs)
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of zeros of the same shape, dtype and device."""
         return torch.zeros_like(tensor)
 
     def own_rows(self, tensor: torch.Tensor, rows: Any, position: int) -> torch.Tensor:
-        """Return the part that came from the member at `position`, by `rows` of each."""
         start = sum(rows[:position])
         return tensor[start : start + rows[position]]
 
     def padded(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return the tensor with rows of zeros behind it, `rows` in all."""
         missing = rows - tensor.shape[0]
         if missing <= 0:
             return tensor

@@ -27,18 +27,4 @@ start = _calls.start
 start_rows = _calls.start_rows
 synchronize = _calls.synchronize
 
-__all__ = public.__all__ + [  # noqa: RUF005 - the other form is no list of names for ruff
-    "DistributedOptimizer",
-    "poll",
-    "pull",
-    "pull_async",
-    "pull_rows",
-    "pull_rows_async",
-    "push",
-    "push_async",
-    "push_rows",
-    "push_rows_async",
-    "start",
-    "start_rows",
-    "synchronize",
-]
+__all__ = [*public.__all__, *public.CALLS, "DistributedOptimizer"]  # noqa: PLE0604 - they are strings

@@ -10,26 +10,11 @@ import tensorflow as tf
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import ReducedCopies
-from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import ALIGNMENT_BYTES, Array, NumpyAdapter, aligned_empty
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import finder
 from hvdlite.tf.calls.collective_call import ADAPTER, Started
-
-
-@dataclass(frozen=True)
-class StartedBucket(Started):
-    """A started bucket."""
-
-    reduction: ReducedCopies[Array]
-
-    @property
-    def handles(self) -> list[Handle]:
-        return self.reduction.handles
-
-    def arrays(self) -> list[Array]:
-        return self.reduction.wait()
 
 
 @dataclass
@@ -66,15 +51,13 @@ class BucketCall:
         arrays: Sequence[Array],
         adapter: NumpyAdapter = ADAPTER,
         targets: Sequence[Array] | None = None,
-    ) -> StartedBucket:
-        nbytes = sum(array.nbytes for array in arrays)
-        alone = self.alone and adapter is ADAPTER  # Short calls are those of the host.
-        return StartedBucket(
-            ReducedCopies(
-                self.runtime(), adapter, self.names, arrays, self.options, aligned_copies,
-                nbytes=nbytes, alone=alone,
-            )
+    ) -> Started:
+        reduction = ReducedCopies(
+            self.runtime(), adapter, self.names, arrays, self.options, aligned_copies,
+            nbytes=sum(array.nbytes for array in arrays),
+            alone=self.alone and adapter is ADAPTER,  # Short calls are those of the host.
         )  # fmt: skip
+        return Started(lambda: reduction.handles, reduction.wait)
 
 
 def aligned_copies(arrays: Sequence[Array]) -> list[Array]:

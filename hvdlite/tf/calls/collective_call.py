@@ -18,6 +18,7 @@ from tensorflow.python.framework.ops import EagerTensor  # tf.constant would cop
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.api.submit import Operation, Signal, start
+from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.handles import Handle
@@ -35,12 +36,21 @@ ROWS_DTYPE = tf.int64
 
 
 class Started:
-    """A collective that was started on this rank."""
+    """A collective that was started on this rank.
+
+    `arrays()` sleeps until it has ended, and returns the outputs or raises its error.
+    """
+
+    def __init__(
+        self, find_handles: Callable[[], list[Handle]], arrays: Callable[[], list[Array]]
+    ) -> None:
+        self._find_handles = find_handles
+        self.arrays = arrays
 
     @property
-    def handles(self) -> Sequence[Handle]:
+    def handles(self) -> list[Handle]:
         """The handles of the collective, which has ended when all of them are complete."""
-        raise NotImplementedError
+        return self._find_handles()
 
     @property
     def error(self) -> Exception | None:
@@ -50,10 +60,6 @@ class Started:
     def ended_within(self, seconds: float) -> bool:
         """Sleep until it has ended, at most `seconds`; return whether it has."""
         return all(handle.ended_within(seconds) for handle in self.handles)
-
-    def arrays(self) -> list[Array]:
-        """Sleep until it has ended, and return the outputs. Raises its error."""
-        raise NotImplementedError
 
 
 class Call(Protocol):
@@ -102,25 +108,6 @@ class Call(Protocol):
         The outputs are written to `targets` where they are given and the collective is `in_place`;
         otherwise `adapter` makes them.
         """
-
-
-@dataclass(frozen=True)
-class StartedTensors(Started):
-    """A started collective on tensors."""
-
-    operation: Operation[Array]
-    with_rows: bool
-
-    @property
-    def handles(self) -> list[Handle]:
-        return [entry.handle for entry in self.operation.entries]
-
-    def arrays(self) -> list[Array]:
-        """Return the results, then for each of them the rows of each member if those may differ."""
-        results = self.operation.wait_for_tensors()
-        if self.with_rows:
-            results += [np.array(entry.rows, np.int64) for entry in self.operation.entries]
-        return results
 
 
 @dataclass
@@ -177,28 +164,20 @@ class TensorCall:
         arrays: Sequence[Array],
         adapter: NumpyAdapter = ADAPTER,
         targets: Sequence[Array] | None = None,
-    ) -> StartedTensors:
+    ) -> Started:
         runtime, options = self.runtime(), self.options
         tensors = arrays[: len(self.tensors)]
         if options.splits is not None:
             options = options._replace(splits=arrays[-1])
         entries = start(runtime, adapter, self.collective, self.name, tensors, options, targets)
-        return StartedTensors(Operation(entries), self.with_rows)
+        return Started(lambda: [entry.handle for entry in entries], lambda: self._results(entries))
 
-
-@dataclass(frozen=True)
-class StartedSignal(Started):
-    """A started join or barrier."""
-
-    signal: Signal
-
-    @property
-    def handles(self) -> list[Handle]:
-        return [self.signal.handle]
-
-    def arrays(self) -> list[Array]:
-        """Return the rank that joined last; 0 for a barrier."""
-        return [np.array(self.signal.wait(), np.int32)]
+    def _results(self, entries: Sequence[TensorEntry[Array]]) -> list[Array]:
+        """Return the results, then for each of them the rows of each member if those may differ."""
+        results = Operation(entries).wait_for_tensors()
+        if self.with_rows:
+            results += [np.array(entry.rows, np.int64) for entry in entries]
+        return results
 
 
 @dataclass
@@ -219,8 +198,21 @@ class SignalCall:
         arrays: Sequence[Array] = (),
         adapter: NumpyAdapter = ADAPTER,
         targets: Sequence[Array] | None = None,
-    ) -> StartedSignal:
-        return StartedSignal(Signal(self.collective, self.process_set, self.runtime()))
+    ) -> Started:
+        signal = Signal(self.collective, self.process_set, self.runtime())
+        # The rank that joined last; 0 for a barrier.
+        return Started(lambda: [signal.handle], lambda: [np.array(signal.wait(), np.int32)])
+
+
+def by_call(results: Sequence[tf.Tensor], calls: Sequence[Call]) -> list[list[tf.Tensor]]:
+    """Return the outputs of each call among those of all in a graph, with their known shapes."""
+    remaining = iter(results)
+    outputs = []
+    for call in calls:
+        outputs.append([next(remaining) for _ in call.outputs])
+        for result, output in zip(outputs[-1], call.outputs, strict=True):
+            result.set_shape(output.shape)
+    return outputs
 
 
 def run_now(calls: Sequence[Call]) -> list[list[tf.Tensor]]:

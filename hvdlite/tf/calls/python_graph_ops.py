@@ -27,7 +27,7 @@ from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.common.runtime.state import find
 from hvdlite.tf.accelerators.placement import is_placed
 from hvdlite.tf.accelerators.tensors import lifted, on_host
-from hvdlite.tf.calls.collective_call import Call, Started
+from hvdlite.tf.calls.collective_call import Call, Started, by_call
 from hvdlite.tf.calls.graph_order import graphs_around, in_any_order
 
 _RUNNING, _ENDED, _FAILED = np.int32(0), np.int32(1), np.int32(2)
@@ -42,17 +42,13 @@ def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
         runtime = calls[0].runtime
         state = _poll_until_ended(runtime, tickets)
         with tf.control_dependencies([_check(runtime, tickets, state)]):
-            outputs = [output for call in calls for output in call.outputs]
             results = tf.numpy_function(
                 lambda numbers: _take(runtime(), numbers),
                 [tickets],
-                [output.dtype for output in outputs],
+                [output.dtype for call in calls for output in call.outputs],
                 name="HvdliteTake",
             )
-    for result, output in zip(results, outputs, strict=True):
-        result.set_shape(output.shape)
-    remaining = iter(results)
-    return [[next(remaining) for _ in call.outputs] for call in calls]
+    return by_call(results, calls)
 
 
 def _start(call: Call) -> tf.Tensor:

@@ -25,7 +25,6 @@ class TensorFlowRunner(Runner[tf.Tensor]):
     def run(
         self, collective: str, tensors: Sequence[tf.Tensor], name: str | None, options: CallOptions
     ) -> CollectiveResult:
-        """Run one collective on one tensor or on a group, without a gradient."""
         if not tensors:
             return CollectiveResult([], [])
         if not tf.executing_eagerly():
@@ -54,20 +53,16 @@ class TensorFlowRunner(Runner[tf.Tensor]):
         return list(recorded(*tensors)) if tensors else []
 
     def own_rows(self, tensor: tf.Tensor, rows: tf.Tensor, position: int) -> tf.Tensor:
-        """Return the part that came from the member at `position`, by `rows` of each."""
         start = tf.reduce_sum(rows[:position])
         return tensor[start : start + rows[position]]
 
     def zeros_like(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor of zeros of the same shape and dtype."""
         return tf.zeros_like(tensor)
 
     def row_count(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the size of the first dimension, when the graph runs."""
         return tf.shape(tensor)[0] if tensor.shape.rank != 0 else tf.constant(0)
 
     def padded(self, tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-        """Return the tensor with rows of zeros behind it, `rows` in all."""
         shape = tf.shape(tensor)
         missing = tf.concat([[rows - shape[0]], shape[1:]], 0)
         return tf.concat([tensor, tf.zeros(missing, tensor.dtype)], 0)

@@ -59,7 +59,6 @@ class _GraphTensors(NumpyAdapter):
     """The adapter of such tensors, which are written in place."""
 
     def spec(self, tensor: Any) -> TensorSpec:
-        """Return dtype, shape and device."""
         spec: TensorSpec = tensor.spec
         return spec
 

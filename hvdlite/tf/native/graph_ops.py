@@ -28,7 +28,7 @@ from hvdlite.tf.accelerators.library import accelerator_of
 from hvdlite.tf.accelerators.placement import is_placed, placing
 from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, placed_at
 from hvdlite.tf.calls.bucket_call import BucketCall
-from hvdlite.tf.calls.collective_call import ADAPTER, Call, Started
+from hvdlite.tf.calls.collective_call import ADAPTER, Call, Started, by_call
 from hvdlite.tf.calls.graph_order import graphs_around, in_any_order
 from hvdlite.tf.native.graph_buckets import (
     READ,
@@ -82,30 +82,15 @@ def run_in_graph(library: Library, calls: Sequence[Call]) -> list[list[tf.Tensor
         results: dict[int, list[tf.Tensor]] = {}
         for on_device in set(placed):
             chosen = [number for number, each in enumerate(placed) if each == on_device]
-            taken = _take(library, calls, tickets, chosen, on_device)
-            results.update(zip(chosen, taken, strict=True))
+            with placing(on_device):
+                taken = library.take(
+                    [tickets[number] for number in chosen],
+                    [output.dtype for number in chosen for output in calls[number].outputs],
+                    name="HvdliteTake",
+                )
+            of_calls = by_call(taken, [calls[number] for number in chosen])
+            results.update(zip(chosen, of_calls, strict=True))
     return [results[number] for number in range(len(calls))]
-
-
-def _take(
-    library: Library,
-    calls: Sequence[Call],
-    tickets: Sequence[tf.Tensor],
-    chosen: Sequence[int],
-    on_device: bool,
-) -> list[list[tf.Tensor]]:
-    """Make the operation that waits for some calls; return their outputs."""
-    outputs = [output for number in chosen for output in calls[number].outputs]
-    with placing(on_device):
-        results = library.take(
-            [tickets[number] for number in chosen],
-            [output.dtype for output in outputs],
-            name="HvdliteTake",
-        )
-    for result, output in zip(results, outputs, strict=True):
-        result.set_shape(output.shape)
-    remaining = iter(results)
-    return [[next(remaining) for _ in calls[number].outputs] for number in chosen]
 
 
 def _start(library: Library, call: Call, on_device: bool) -> tf.Tensor:

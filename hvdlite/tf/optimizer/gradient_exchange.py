@@ -200,7 +200,6 @@ class Reducer(reducer.Reducer):
         return segmentation.Gradient(name, elements * dtype.size, dtype.name, path)
 
     def divide(self, gradient: Gradient, divisor: int) -> Gradient:
-        """Divide the gradient by a number."""
         if isinstance(gradient, tf.IndexedSlices):
             values = gradient.values / divisor
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

@@ -23,7 +23,6 @@ class TorchTensors(Tensors):
     """Tensors on any device, DTensors, and objects that have a `state_dict`."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Return whether `value` is a tensor or an array."""
         return isinstance(value, torch.Tensor) or super().is_tensor(value)
 
     def kind(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
@@ -37,7 +36,6 @@ class TorchTensors(Tensors):
         return DTYPE_NAMES[tensor.dtype], tuple(local(tensor).shape)
 
     def array(self, tensor: Any) -> Array:
-        """Return the values on the host."""
         if not isinstance(tensor, torch.Tensor):
             return super().array(tensor)
         values = local(tensor).detach().cpu().contiguous()

@@ -77,7 +77,6 @@ class ModelStateHandler(StateHandler):
         self._saved.take(state)
 
     def restore(self) -> None:
-        """Load what was saved."""
         self.value.load_state_dict(self._saved.tree(), strict=not self.by_step)
 
     def sync(self) -> None:
@@ -220,15 +219,12 @@ class StateDictHandler(StateHandler):
         return not isinstance(value, type) and all(map(callable, methods))
 
     def save(self) -> None:
-        """Copy the state dict."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load a copy of what was saved."""
         self._load(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load the current state of the root."""
         source = sync_source()
         if not source.takes_part:
             return
