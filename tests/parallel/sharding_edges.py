@@ -122,27 +122,34 @@ def check_ranks_that_give_other_tensors() -> None:
 
 
 def check_random_numbers() -> None:
-    """Ranks with equal values must draw equal numbers, and nothing has them do so."""
-    functional, whole, share = torch.nn.functional, ((1, 1),), own(whole_batch())
-    refused = {
+    """Ranks with equal values draw equal numbers, others draw others, and each call new ones."""
+    functional, size = torch.nn.functional, hvd.size()
+    whole, rows = ((1, 1),), ((size, 1),)
+    share = torch.ones(SHARE, 64)
+    torch.manual_seed(hvd.rank())
+    drawing = {
         "bernoulli_": torch.nn.Dropout(0.5),
-        "rand": lambda x: x * torch.rand(()),
+        "rand": lambda x: x * torch.rand(64),
         "rand_like": lambda x: x + torch.rand_like(x),
-        "rrelu_with_noise": lambda x: functional.rrelu(x, training=True),
+        "rrelu_with_noise": lambda x: functional.rrelu(-x, training=True),
     }
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 5):
-        # These cannot be traced without values there, which is another error.
-        del refused["rrelu_with_noise"], refused["rand_like"]
-    for name, part in refused.items():
-        try:
-            sharding.shard(part, whole)(share)
-        except ValueError as error:
-            assert f"{name} draws random numbers" in str(error), error
-        else:
-            raise AssertionError(f"{name} drew")
-    rows = ((hvd.size(), 1),)
-    kept = sharding.shard(torch.nn.Dropout(0.5), rows)(torch.ones(SHARE, WIDTH))
+        # These cannot be traced without values there.
+        del drawing["rrelu_with_noise"], drawing["rand_like"]
+    for name, part in drawing.items():
+        sharded = sharding.shard(part, whole, whole)
+        first, second = sharded(share), sharded(share)
+        assert torch.equal(first, hvd.broadcast(first, 0)), name
+        assert not torch.equal(first, second), name
+    dropout = sharding.shard(torch.nn.Dropout(0.5), rows)
+    kept = dropout(share)
     assert set(kept.unique().tolist()) == {0.0, 2.0}
+    of_ranks = hvd.allgather(kept[None])
+    assert all(not torch.equal(of_ranks[0], each) for each in of_ranks[1:])
+    state = torch.get_rng_state()
+    first = dropout(share)
+    torch.set_rng_state(state)
+    assert torch.equal(first, dropout(share)), "an activation checkpoint draws the same again"
     attention = functional.scaled_dot_product_attention
     quiet = [
         torch.nn.Sequential(torch.nn.Dropout(0.0), torch.nn.ReLU()),
@@ -154,7 +161,9 @@ def check_random_numbers() -> None:
         sharded = sharding.shard(part, whole)
         with torch.inference_mode():
             assert sharded(share).shape == share.shape
+        state = torch.get_rng_state()
         assert sharded(share).shape == share.shape
+        assert torch.equal(state, torch.get_rng_state()), "nothing is drawn"
 
 
 def check_operators_without_a_rule() -> None:

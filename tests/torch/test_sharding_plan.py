@@ -127,7 +127,7 @@ def test_operators_of_other_kinds() -> None:
     assert {"norm", "t", "matmul", "mul", "softmax", "conv", "add"} <= set(names)
     assert found["softmax"].strategy == ((8, 1),)
     assert found["conv"].strategy[0] == (1, 1, 1), "it runs on whole inputs"
-    assert found["conv"].bytes == 0
+    assert found["conv"].bytes == 32 * 8 * 4 * 7 // 8
 
 
 def test_refused_plans() -> None:

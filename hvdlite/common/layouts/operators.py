@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from hvdlite.common.layouts.layout import WHOLE, Layout
 from hvdlite.common.layouts.transfer import allreduce_bytes
@@ -23,11 +24,20 @@ Strategy = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of an operator: its name, its shape, and the axis of each dimension or None."""
+    """A tensor of an operator: its name, its shape, and the axis of each dimension or None.
+
+    `reversed`: strategies list its dimensions from the last to the first, as those of the weight
+    of a Linear, which PyTorch holds as [out, in].
+    """
 
     tensor: str
     shape: tuple[int, ...]
     axes: tuple[int | None, ...]
+    reversed: bool = False
+
+    def as_listed(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Return what belongs to the dimensions in the order of strategies, or back."""
+        return tuple(values[::-1] if self.reversed else values)
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Operator:
     def strategy(self, cuts: Sequence[int]) -> Strategy:
         """Return the strategy that cuts the axes so."""
         return tuple(
-            tuple(1 if axis is None else cuts[axis] for axis in operand.axes)
+            operand.as_listed([1 if axis is None else cuts[axis] for axis in operand.axes])
             for operand in self.inputs
         )
 
@@ -152,29 +162,7 @@ def cuts_of(operator: Operator, strategy: Sequence[Sequence[int]], ranks: int) -
         )
     cuts = [0] * len(operator.lengths)
     for index, (operand, given) in enumerate(zip(operator.inputs, strategy, strict=True)):
-        if len(given) != len(operand.shape):
-            raise ValueError(
-                f"{operator.name}: input {index} has the shape {operand.shape}, and the strategy "
-                f"cuts it by {tuple(given)}"
-            )
-        for length, axis, parts in zip(operand.shape, operand.axes, given, strict=True):
-            if length % parts:
-                raise ValueError(
-                    f"{operator.name}: input {index} of shape {operand.shape} does not divide by "
-                    f"{tuple(given)}: {length} by {parts}"
-                )
-            if axis is None:
-                continue
-            if axis in operator.uncut and parts > 1:
-                raise ValueError(
-                    f"{operator.name} needs dimension {axis} whole: {strategy} cuts it by {parts}"
-                )
-            if cuts[axis] not in (0, parts):
-                raise ValueError(
-                    f"{operator.name}: {strategy} cuts dimensions that belong together by "
-                    f"{cuts[axis]} and {parts}"
-                )
-            cuts[axis] = parts
+        _cut_axes(operator, index, operand.as_listed(given), cuts, strategy)
     found = tuple(cut or 1 for cut in cuts)
     if ranks % math.prod(found):
         raise ValueError(
@@ -182,6 +170,61 @@ def cuts_of(operator: Operator, strategy: Sequence[Sequence[int]], ranks: int) -
             f"{ranks} ranks"
         )
     return found
+
+
+def _cut_axes(
+    operator: Operator, index: int, given: Sequence[int], cuts: list[int], strategy: Any
+) -> None:
+    """Note in `cuts` how the axes of an input are cut. Raises `ValueError` as `cuts_of`."""
+    operand = operator.inputs[index]
+    if len(given) != len(operand.shape):
+        raise ValueError(
+            f"{operator.name}: input {index} has the shape {operand.as_listed(operand.shape)}, and "
+            f"the strategy cuts it by {operand.as_listed(given)}"
+        )
+    for length, axis, parts in zip(operand.shape, operand.axes, given, strict=True):
+        if length % parts or (axis is not None and operator.lengths[axis] % parts):
+            shown = length if length % parts or axis is None else operator.lengths[axis]
+            raise ValueError(
+                f"{operator.name}: input {index} of shape {operand.as_listed(operand.shape)} does "
+                f"not divide by {operand.as_listed(given)}: {shown} by {parts}"
+            )
+        if axis is None:
+            if parts > 1:
+                raise ValueError(
+                    f"{operator.name} needs all of a dimension of length {length} of input "
+                    f"{index}: {strategy} cuts it by {parts}"
+                )
+            continue
+        if axis in operator.uncut and parts > 1:
+            raise ValueError(
+                f"{operator.name} needs dimension {axis} whole: {strategy} cuts it by {parts}"
+            )
+        if cuts[axis] not in (0, parts):
+            raise ValueError(
+                f"{operator.name}: {strategy} cuts dimensions that belong together by "
+                f"{cuts[axis]} and {parts}"
+            )
+        cuts[axis] = parts
+
+
+def nearest_strategy(operator: Operator, strategy: Any, ranks: int) -> Strategy:
+    """Return the strategy that fits an operator and is most like one that does not."""
+
+    def distance(cuts: tuple[int, ...]) -> tuple[float, Strategy]:
+        fitting = operator.strategy(cuts)
+        try:
+            pairs = [
+                (int(a), int(b))
+                for given, own in zip(strategy, fitting, strict=True)
+                for a, b in zip(given[::-1], own[::-1], strict=False)
+            ]
+            far = sum(abs(math.log(a / b)) for a, b in pairs)
+        except (TypeError, ValueError):
+            far = 0.0
+        return far, fitting
+
+    return min(map(distance, candidates(operator, ranks, False)))[1]
 
 
 def check_strategy(strategy: object, name: str) -> None:

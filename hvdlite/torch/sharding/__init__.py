@@ -1,4 +1,4 @@
-"""Sharded operators: part of a model is cut among ranks by strategies, over DTensor.
+"""Sharded operators: part of a model is cut among ranks by strategies.
 
 from hvdlite.torch import sharding
 
@@ -8,12 +8,17 @@ sharding.set_strategy(block[0], ((2, 1), (1, 4)))
 sharded = sharding.shard(block, example=batch)
 output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
 
-    meshes     device meshes over hvdlite, layouts and placements on them
-    tracing    the operators of a module, from a run without values
-    plans      strategies for all of them, and what they cost
-    running    the module under DTensor
-    shares     a rank's share of the batch, at both ends of it
-    alltoalls  how DTensor cuts a tensor along another dimension
+    meshes       device meshes over hvdlite, layouts and placements on them
+    tracing      the operators of a module, from a run without values
+    rules        how each operator of torch may be cut
+    plans        strategies for all of them, and what they cost
+    lowering     the planned part as a graph on local tensors
+    moves        a tensor from one layout to another, and its gradient back
+    collectives  what ranks exchange for it
+    pieces       operators that are another computation on a part
+    running      what `shard` returns
+    shares       a rank's share of the batch, at both ends of the part
+    alltoalls    how DTensor cuts a tensor along another dimension
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from hvdlite.common.layouts.exchange import simplified
 from hvdlite.common.layouts.layout import Layout, from_cuts, on_mesh, prime_factors
 from hvdlite.common.runtime.basics import size
 from hvdlite.torch.process_group.registration import init_process_group
@@ -56,5 +59,31 @@ def placements(cuts: Sequence[int] | Layout, mesh: Any) -> list[Any]:
     given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, mesh.size())
     return [
         Replicate() if dimension is None else Shard(dimension)
-        for dimension in on_mesh(given, tuple(mesh.shape))
+        for dimension in on_mesh(simplified(given), tuple(mesh.shape))
     ]
+
+
+def nearest_placements(layout: Layout, mesh: Any) -> list[Any]:
+    """Return the placements of a layout, or the finest ones whose cuts a mesh has axes for.
+
+    Ranks then hold other parts than the layout says, of as many elements or more.
+    """
+    try:
+        return placements(layout, mesh)
+    except ValueError:
+        pass
+    axes = tuple(mesh.shape)
+    dimensions = range(len(layout.cuts))
+
+    def parts(choice: tuple[int | None, ...]) -> list[int]:
+        return [
+            math.prod(n for n, d in zip(axes, choice, strict=True) if d == i) for i in dimensions
+        ]
+
+    fitting = [
+        choice
+        for choice in itertools.product([None, *dimensions], repeat=len(axes))
+        if all(cut % n == 0 for cut, n in zip(layout.cuts, parts(choice), strict=True))
+    ]
+    found = max(fitting, key=lambda choice: math.prod(parts(choice)))
+    return [Replicate() if dimension is None else Shard(dimension) for dimension in found]

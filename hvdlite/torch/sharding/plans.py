@@ -10,10 +10,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hvdlite.common.layouts.layout import Layout, whole
-from hvdlite.common.layouts.operators import Operator, Strategy, check_strategy, elementwise
-from hvdlite.common.layouts.propagation import leaf_layouts, propagate
+from hvdlite.common.layouts.operators import (
+    Operator,
+    Strategy,
+    check_strategy,
+    cuts_of,
+    elementwise,
+    nearest_strategy,
+)
+from hvdlite.common.layouts.propagation import Choice, leaf_layouts, propagate
 from hvdlite.common.runtime.state import find
-from hvdlite.torch.sharding.tracing import Trace, trace
+from hvdlite.torch.sharding.tracing import Trace, Traced, trace
 
 _STRATEGY = "_hvdlite_strategy"
 
@@ -29,12 +36,20 @@ class Planned:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Found:
+    """The trace of a part, its operators, and how each of them is cut."""
+
+    traced: Traced
+    operators: list[Operator]
+    choices: dict[str, Choice]
+
+
 class Plan(dict[str, Planned]):
     """What `plan` returns: by the names of operators, then of parameters; prints as a table.
 
     `layouts` are those of parameters and buffers by name, `inputs` of the inputs in order, and
-    `outputs` of those outputs that a strategy was given for, by their numbers. `entering` are those
-    of the tensors that a submodule with a strategy is called with, by its name; None: any.
+    `outputs` of those outputs that a strategy was given for, by their numbers.
     """
 
     def __init__(
@@ -43,13 +58,14 @@ class Plan(dict[str, Planned]):
         layouts: dict[str, Layout],
         inputs: list[Layout],
         outputs: dict[int, Layout],
-        entering: dict[str, list[Layout | None]],
+        found: Found | None = None,
     ) -> None:
         super().__init__(planned)
         self.layouts = layouts
         self.inputs = inputs
         self.outputs = outputs
-        self.entering = entering
+        # What the plan was made of, with which the part is put together.
+        self.found = found
 
     @property
     def bytes(self) -> int:
@@ -87,24 +103,28 @@ def plan(
     `example` is an input, or a tuple of inputs, of the whole batch; meta tensors do. `strategies`
     adds to those of `set_strategy`, by the names of submodules or of the operators that the plan
     shows, or "input0", "output0" and so on. `mesh` None: all ranks of the job. Raises `TypeError`
-    and `ValueError` for strategies that do not fit, or that a submodule cannot keep. How operators
-    without a strategy run between inputs, parameters and outputs is DTensor's choice.
+    and `ValueError` for strategies that do not fit, which name one that does.
     """
     refuse_keras(module)
     runtime = find()
     ranks = mesh.size() if mesh is not None else 1 if runtime is None else runtime.topology.size
     inputs = example if isinstance(example, tuple) else (example,)
-    recorder, input_names, output_names = trace(module, inputs)
+    traced = trace(module, inputs)
+    recorder = traced.record
     given = {
         name: getattr(submodule, _STRATEGY)
         for name, submodule in module.named_modules()
         if hasattr(submodule, _STRATEGY)
     }
     configured = _by_operators({**given, **(strategies or {})}, module, recorder)
-    operators = _with_ends(recorder.operators, input_names, output_names, configured)
-    choices = propagate(operators, configured, ranks, fully_use_devices, input_names)
+    operators = _with_ends(traced, configured)
+    _check_strategies(module, operators, configured, ranks)
+    choices = propagate(operators, configured, ranks, fully_use_devices, traced.inputs)
     leaves = leaf_layouts(operators, choices)
-    layouts = _parameter_layouts(module, leaves, recorder, ranks)
+    layouts = {
+        name: leaves.get(first) or whole(tensor.ndim, ranks)
+        for name, (first, tensor) in named_tensors(module).items()
+    }
     planned = {
         name: Planned(choice.strategy, choice.edge_bytes + choice.own_bytes)
         for name, choice in choices.items()
@@ -112,36 +132,36 @@ def plan(
     planned |= {name: Planned((layouts[name].cuts,), 0) for name, _ in module.named_parameters()}
     entering = [
         choices[name].output if name in choices else leaves.get(name) or whole(each.ndim, ranks)
-        for name, each in zip(input_names, _tensors(inputs), strict=True)
+        for name, each in zip(traced.inputs, _tensors(inputs), strict=True)
     ]
     leaving = {
         index: choices[f"output{index}"].output
-        for index in range(len(output_names))
+        for index in range(len(traced.outputs))
         if f"output{index}" in choices
     }
-    submodules = {
-        name: _entering(name, operators, choices[name].inputs, recorder) for name in given if name
-    }
-    return Plan(planned, layouts, entering, leaving, submodules)
+    found = Found(traced, operators, choices)
+    return Plan(planned, layouts, entering, leaving, found)
 
 
-def _entering(
-    name: str, operators: Sequence[Operator], layouts: Sequence[Layout], recorder: Trace
-) -> list[Layout | None]:
-    """Return how the tensors that a submodule is called with are cut for its operator.
-
-    Raises `ValueError` where the operator works on others, which cannot be cut from outside.
-    """
-    operator = next(each for each in operators if each.name == name)
-    wanted = {each.tensor: at for each, at in zip(operator.inputs, layouts, strict=True)}
-    arguments = recorder.given.get(name, [])
-    made = [each for each in wanted if each.startswith("%") and each not in arguments]
-    if made:
-        raise ValueError(
-            f"set_strategy: the first operator of {name} works on a tensor that {name} makes "
-            "itself: give the strategy to the submodule that has the operator"
-        )
-    return [wanted.get(each) for each in arguments]
+def _check_strategies(
+    module: torch.nn.Module,
+    operators: Sequence[Operator],
+    configured: Mapping[str, Strategy],
+    ranks: int,
+) -> None:
+    """Raise `ValueError` for a strategy that cannot be met, with one that can."""
+    by_name = {each.name: each for each in operators}
+    modules = dict(module.named_modules())
+    for name, strategy in configured.items():
+        operator = by_name.get(name)
+        if operator is None:
+            continue  # `propagate` says so.
+        try:
+            cuts_of(operator, strategy, ranks)
+        except ValueError as error:
+            fitting = nearest_strategy(operator, strategy, ranks)
+            of = f" (of {type(modules[name]).__name__} {name!r})" if name in modules else ""
+            raise ValueError(f"{error}{of}; {fitting} would fit") from None
 
 
 def refuse_keras(target: Any) -> None:
@@ -177,30 +197,23 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
-def _with_ends(
-    operators: Sequence[Operator],
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    configured: Mapping[str, Strategy],
-) -> list[Operator]:
+def _with_ends(traced: Traced, configured: Mapping[str, Strategy]) -> list[Operator]:
     """Return the operators with one for each input and output that is configured."""
-    shapes = {each.tensor: each for operator in operators for each in operator.inputs}
-    shapes |= {operator.output.tensor: operator.output for operator in operators}
-    sizes = {operator.output.tensor: operator.bytes_per_element for operator in operators}
+    record = traced.record
     before = [
-        elementwise(name, [(f"{name} as it comes", shapes[name].shape)], name)
-        for name in inputs
-        if name in configured and name in shapes
+        elementwise(name, [(f"{name} as it comes", record.shapes[name])], name)
+        for name in traced.inputs
+        if name in configured
     ]
     after = [
         elementwise(
-            f"output{index}", [(name, shapes[name].shape)], f"output{index} as it goes",
-            bytes_per_element=sizes.get(name, 4),
+            f"output{index}", [(name, record.shapes[name])], f"output{index} as it goes",
+            bytes_per_element=record.dtypes[name].itemsize,
         )
-        for index, name in enumerate(outputs)
+        for index, name in enumerate(traced.outputs)
         if f"output{index}" in configured
     ]  # fmt: skip
-    return [*before, *operators, *after]
+    return [*before, *record.operators, *after]
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
@@ -213,19 +226,3 @@ def named_tensors(module: torch.nn.Module) -> dict[str, tuple[str, torch.Tensor]
             *module.named_buffers(remove_duplicate=False),
         ]
     }
-
-
-def _parameter_layouts(
-    module: torch.nn.Module,
-    leaves: Mapping[str, Layout],
-    recorder: Trace,
-    ranks: int,
-) -> dict[str, Layout]:
-    """Return the layouts of parameters and buffers by all their names; unused ones are whole."""
-    layouts: dict[str, Layout] = {}
-    for name, (first, tensor) in named_tensors(module).items():
-        layout = leaves.get(first) or whole(tensor.ndim, ranks)
-        if first in recorder.transposed:
-            layout = Layout(layout.device_matrix, layout.tensor_map[::-1])
-        layouts[name] = layout
-    return layouts

@@ -1,45 +1,38 @@
-"""A module or a function that runs under DTensor, inside a data-parallel model.
+"""A module or a function that runs on parts of tensors, inside a data-parallel model.
 
-Outside, tensors are plain, and each rank has its own share of the batch, of equal size. Inside,
-they are DTensors of the whole batch, cut as the plan says. Gradients are those of the average over
-ranks of their losses: as they are, for the parameters inside; and as `DistributedOptimizer`
-averages them, for what lies before.
+Outside, each rank has its own share of the batch, of equal size. Inside, tensors are cut as the
+plan says; parameters are DTensors, whose local tensors the part works on. Gradients are those of
+the average over ranks of their losses: as they are, for the parameters inside; and as
+`DistributedOptimizer` averages them, for what lies before.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_map
 
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.layouts.layout import Layout, from_cuts
+from hvdlite.common.layouts.exchange import coarsest_mesh
+from hvdlite.common.layouts.layout import Layout, from_cuts, from_placements, whole
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.common.layouts.propagation import check_search
+from hvdlite.torch.process_group.registration import init_process_group
 from hvdlite.torch.sharding.alltoalls import use_alltoalls
-from hvdlite.torch.sharding.dtensor import (
-    DTensor,
-    Partial,
-    Shard,
-    distribute_tensor,
-    implicit_replication,
-)
-from hvdlite.torch.sharding.inside import EqualNumbers, WholeFallback, whole_placements
+from hvdlite.torch.sharding.collectives import MeshCollectives
+from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor
+from hvdlite.torch.sharding.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
-from hvdlite.torch.sharding.meshes import placements
+from hvdlite.torch.sharding.meshes import nearest_placements
 from hvdlite.torch.sharding.plans import Plan, named_tensors, plan, refuse_keras
-from hvdlite.torch.sharding.shares import (
-    batch_placements,
-    check_shares,
-    scale_gradient,
-    whole_batch,
-)
-from hvdlite.torch.sharding.tracing import ORIGINAL
+from hvdlite.torch.sharding.shares import check_shares, whole_batch
+from hvdlite.torch.sharding.tracing import ORIGINAL, is_ref
 
 F = TypeVar("F", bound=Callable[..., Any])
 # The cuts of each input or output, or None for those that are left to propagation.
@@ -70,15 +63,16 @@ def shard(
     - `out_strategy`: the same for the outputs: each rank gets its part. None: its share of the
       batch.
     - `parameter_plan`: cuts, or a `Layout`, by the names of parameters.
-    - `mesh`: what `mesh()` returns; None: `mesh()`.
+    - `mesh`: what `mesh()` returns; None: the mesh with the fewest axes on which all layouts of
+      parameters fit.
     - `fully_use_devices`: only strategies that use all ranks, where there are such.
     - `example`: an input, or a tuple of inputs, of this rank: a module with parameters needs it, as
       they are cut before an optimizer takes them. Meta tensors do.
 
-    The plan decides how parameters, inputs and outputs are cut, and what submodules with a strategy
-    of `set_strategy` are called with; in between DTensor goes on from there. `search` is
-    "propagation". `device` and `level` have no effect. Raises `TypeError` and `ValueError` for
-    strategies that do not fit, a function in its first call.
+    The part is recorded once for each shape of its inputs, and then runs as a graph on local
+    tensors, with the collectives that the plan says. `search` is "propagation". `device` and
+    `level` have no effect. Raises `TypeError` and `ValueError` for strategies that do not fit, a
+    function in its first call.
     """
     check_search(search)
     if device is not None or level is not None:
@@ -131,7 +125,7 @@ class _Function(torch.nn.Module):
 
 
 class _Runner:
-    """What `shard` returns calls it; the first call makes the plan."""
+    """What `shard` returns calls it; the first call with tensors of some shapes makes the plan."""
 
     def __init__(
         self,
@@ -148,88 +142,111 @@ class _Runner:
         self._parameter_plan = parameter_plan
         self._mesh = mesh
         self._fully = fully_use_devices
-        self._plan: Plan | None = None
+        self._collectives: MeshCollectives | None = None
+        # Of how many tensors a call has been planned for.
+        self._tensors: int | None = None
+        self._parts: dict[Any, _Part] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module or function under DTensor, and return plain tensors.
+        """Run the module or function on local tensors.
 
         Raises `TypeError` for keyword arguments that have no place among the others.
         """
         if kwargs:
             args = _in_a_row(self.call, args, kwargs)
-        if self._mesh is None:
-            self._mesh = make_mesh()
-        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        leaves, spec = tree_flatten(args)
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        self._start()
+        key = self._key(leaves, spec)
+        part = self._parts.get(key)
+        draws = part is None or part.lowered.draws
+        seed = int(torch.randint(1 << 62, ()).item()) if draws else 0
         # Before all that one rank alone may refuse, while the others wait for it.
-        check_shares(tensors, self._mesh)
-        planned = self._plan or self.prepare(args)
-        if len(tensors) != len(planned.inputs):
-            raise ValueError(
-                f"a sharded part that was planned for {len(planned.inputs)} tensors is called with "
-                f"{len(tensors)}: give example= all of them, and shard another part for others"
-            )
-        layouts = iter(planned.inputs)
-        entered = tree_map(
-            lambda each: (
-                self._enter(each, next(layouts)) if isinstance(each, torch.Tensor) else each
-            ),
-            args,
-        )
-        with implicit_replication(), WholeFallback(self._mesh), EqualNumbers(self._mesh):
-            result = self.call(*entered)
-        outputs = itertools.count()
-        return tree_map(
-            lambda each: (
-                self._leave(each, next(outputs)) if isinstance(each, torch.Tensor) else each
-            ),
-            result,
-        )
+        seed = check_shares(tensors, self._mesh, seed)
+        if part is None:
+            if self._tensors not in (None, len(tensors)):
+                raise ValueError(
+                    f"a sharded part that was planned for {self._tensors} tensors is called with "
+                    f"{len(tensors)}: give example= all of them, and shard another part for others"
+                )
+            part = self.prepare(args)
+        part.lowered.seed.value = seed
+        for name, moved in part.lowered.warnings:
+            _warn_once(name, moved)
+        outputs = iter(part.lowered.graph(*tensors, *map(_local, part.leaves)))
+        return tree_map(lambda each: next(outputs) if is_ref(each) else each, part.result)
 
-    def prepare(self, args: Sequence[Any]) -> Plan:
-        """Make the plan for inputs like these, and cut the parameters."""
-        if self._mesh is None:
-            self._mesh = make_mesh()
-        use_alltoalls()
-        ranks = self._mesh.size()
+    def _start(self) -> None:
+        if not dist.is_initialized():
+            init_process_group()
+        if self._collectives is None:
+            self._collectives = MeshCollectives(self._mesh)
+
+    def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
+        """Return what two calls have in common that run alike."""
+        values = [
+            (tuple(each.shape), each.dtype, isinstance(each, torch.nn.Parameter))
+            if isinstance(each, torch.Tensor)
+            else (type(each), each if isinstance(each, Hashable) else id(each))
+            for each in leaves
+        ]
+        return (*values, str(spec), tuple(each.training for each in self._module.modules()))
+
+    def prepare(self, args: Sequence[Any]) -> _Part:
+        """Make the plan for inputs like these, and cut the parameters if they are not yet."""
+        self._start()
+        assert self._collectives is not None
+        ranks = self._collectives.ranks
         example = tree_map(lambda each: whole_batch(each, ranks), tuple(args))
-        found = plan(self._module, example, self._configured, self._mesh, self._fully)
+        found = plan(self._module, example, self._configured, _Ranks(ranks), self._fully)
+        assert found.found is not None
+        traced = found.found.traced
+        if self._tensors is None:
+            self._cut_parameters(found)
+        tensors = dict(named_tensors(self._module).values())
+        leaves, spec = tree_flatten(args)
+        given = [each for each in leaves if isinstance(each, torch.Tensor)]
+        lowered = Lowering(
+            traced, found.found.operators, found.found.choices,
+            {name: _held(tensor, ranks) for name, tensor in tensors.items()},
+            self._collectives, self._device(given),
+            [isinstance(each, torch.nn.Parameter) for each in given],
+        ).run()  # fmt: skip
+        self._tensors = len(given)
+        part = _Part(lowered, [tensors[name] for name in lowered.leaves], traced.result)
+        self._parts[self._key(leaves, spec)] = part
+        return part
+
+    def _device(self, given: Sequence[torch.Tensor]) -> torch.device:
+        devices = [each.device for each in [*self._module.parameters(), *given]]
+        return next((each for each in devices if each.type != "meta"), torch.device("cpu"))
+
+    def _cut_parameters(self, found: Plan) -> None:
+        """Make the parameters DTensors, on the mesh with the fewest axes that has all layouts."""
         names = named_tensors(self._module)
         unknown = set(self._parameter_plan) - set(names)
         if unknown:
             raise ValueError(f"parameter_plan: {sorted(unknown)[0]!r} is no parameter")
+        assert self._collectives is not None
+        ranks = self._collectives.ranks
+        layouts = dict(found.layouts)
         for name, cuts in self._parameter_plan.items():
             given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, ranks)
-            found.layouts |= {n: given for n in names if names[n][0] == names[name][0]}
-        self._distribute(found)
-        for name, layouts in found.entering.items():
-            self._module.get_submodule(name).register_forward_pre_hook(
-                self._cut_anew(layouts), with_kwargs=True
-            )
-        self._plan = found
-        return found
+            given.check_shape(names[name][1].shape)
+            layouts |= {n: given for n in names if names[n][0] == names[name][0]}
+        if not names:
+            return
+        use_alltoalls()
+        if self._mesh is None:
+            self._mesh = make_mesh(coarsest_mesh(list(layouts.values()), ranks))
+        self._distribute(layouts)
 
-    def _cut_anew(self, layouts: Sequence[Layout | None]) -> Callable[..., Any]:
-        """Return a hook that cuts what a submodule is called with as its strategy says."""
-
-        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            left = iter(layouts)
-
-            def place(value: Any) -> Any:
-                layout = next(left, None) if isinstance(value, torch.Tensor) else None
-                if layout is None or not isinstance(value, DTensor):
-                    return value
-                return value.redistribute(self._mesh, self._placements(layout, value.shape))
-
-            return tree_map(place, (args, kwargs))
-
-        return enter
-
-    def _distribute(self, found: Plan) -> None:
+    def _distribute(self, layouts: Mapping[str, Layout]) -> None:
         cut: dict[int, Any] = {}
         for name, (first, tensor) in named_tensors(self._module).items():
             if name != first:
                 continue
-            where = self._placements(found.layouts[name], tensor.shape)
+            where = nearest_placements(layouts[name], self._mesh)
             cut[id(tensor)] = value = distribute_tensor(tensor.detach(), self._mesh, where)
             if isinstance(tensor, torch.nn.Parameter):
                 parameter = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
@@ -241,29 +258,57 @@ class _Runner:
                     {name: cut[id(each)] for name, each in table.items() if id(each) in cut}
                 )
 
-    def _placements(self, layout: Layout, shape: Sequence[int]) -> list[Any]:
-        layout.check_shape(shape)
-        return placements(layout, self._mesh)
 
-    def _enter(self, tensor: torch.Tensor, layout: Layout) -> Any:
-        shared = isinstance(tensor, torch.nn.Parameter)
-        held = tensor if shared else scale_gradient(tensor, float(self._mesh.size()))
-        where = batch_placements(tensor, self._mesh) if not shared else whole_placements(self._mesh)
-        whole = DTensor.from_local(held, self._mesh, where, run_check=False)
-        return whole.redistribute(self._mesh, placements(layout, self._mesh))
+@dataclass(frozen=True)
+class _Part:
+    """A part as it runs for tensors of some shapes: the graph, its leaves, and what it returns."""
 
-    def _leave(self, tensor: Any, index: int) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            whole: torch.Tensor = tensor
-            return whole  # The part has made it of no input, so that each rank has all of it.
-        where = batch_placements(tensor, self._mesh)
-        if self._plan is not None and index in self._plan.outputs:
-            where = placements(self._plan.outputs[index], self._mesh)
-        placed = tensor.redistribute(self._mesh, where)
-        # Ranks that get equal values have losses of their own, whose gradients add up.
-        gradients = [each if isinstance(each, Shard) else Partial() for each in where]
-        held = placed.to_local(grad_placements=gradients)
-        return scale_gradient(held, 1 / self._mesh.size())
+    lowered: Lowered
+    leaves: list[torch.Tensor]
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """As much of a mesh as a plan looks at."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds, whose gradient will have the same placements."""
+    if not isinstance(tensor, DTensor):
+        plain: torch.Tensor = tensor
+        return plain
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        held: torch.Tensor = tensor._local_tensor
+        return held
+    local: torch.Tensor = tensor.to_local(grad_placements=tensor.placements)
+    return local
+
+
+def _held(tensor: Any, ranks: int) -> Layout:
+    """Return the layout of a parameter or buffer as it is held."""
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.ndim, ranks)
+    return layout_of_placements(tuple(tensor.device_mesh.shape), tensor.placements, tensor)
+
+
+def layout_of_placements(mesh_shape: Sequence[int], placements: Any, tensor: Any) -> Layout:
+    """Return the layout of a tensor that is placed so, which divides evenly."""
+    dimensions = [each.dim if isinstance(each, Shard) else None for each in placements]
+    held = from_placements(mesh_shape, dimensions, tensor.ndim)
+    return Layout(held.device_matrix, held.tensor_map)
+
+
+@functools.cache
+def _warn_once(name: str, moved: int) -> None:
+    warn_user(
+        f"{name} runs on whole inputs in a sharded part, for which each rank receives {moved} bytes"
+    )
 
 
 def _in_a_row(

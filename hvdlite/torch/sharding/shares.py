@@ -1,4 +1,4 @@
-"""A rank's share of the batch: a plain tensor outside of a sharded part, cut anew inside of it."""
+"""A rank's share of the batch: what goes into a sharded part, and comes out of it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdlite.common.layouts.layout import Layout, whole
 from hvdlite.common.runtime.basics import size
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.sharding.dtensor import Shard
-from hvdlite.torch.sharding.inside import whole_placements
 
 
-def check_shares(tensors: Sequence[torch.Tensor], mesh: Any) -> None:
-    """Raise `ValueError` on all ranks if their shares differ: DTensor would not notice."""
+def check_shares(tensors: Sequence[torch.Tensor], mesh: Any, seed: int) -> int:
+    """Return the seed of the first rank.
+
+    Raises `ValueError` on all ranks if their shares differ, as they would wait for each other.
+    """
     # The numbers tell where they end, so that no two lists of shapes have the same in a row.
     own = [len(tensors), *(n for each in tensors for n in (each.ndim, *each.shape))]
-    of_ranks = _gathered(own, mesh)
-    if of_ranks != own * mesh.size():
+    of_ranks = gathered([*own, seed], mesh)
+    length = len(own) + 1
+    ranks = size() if mesh is None else mesh.size()
+    rows = [of_ranks[start : start + length - 1] for start in range(0, len(of_ranks), length)]
+    if rows != [own] * ranks:
         raise ValueError(
             f"ranks call a sharded part with tensors of other shapes, by rank of the mesh: "
             f"{'; '.join(_shapes(of_ranks))}: each rank gives a share of the batch of equal size"
         )
+    return of_ranks[length - 1]
 
 
 def _shapes(numbers: Sequence[int]) -> Iterator[str]:
@@ -32,12 +38,13 @@ def _shapes(numbers: Sequence[int]) -> Iterator[str]:
     left = iter(numbers)
     for count in left:
         shapes = [tuple(itertools.islice(left, next(left))) for _ in range(count)]
+        next(left)  # the seed
         yield ", ".join(map(str, shapes)) or "no tensor"
 
 
-def _gathered(numbers: list[int], mesh: Any) -> list[int]:
-    """Return the numbers of all ranks of a mesh in a row."""
-    if mesh.size() == size():
+def gathered(numbers: list[int], mesh: Any) -> list[int]:
+    """Return the numbers of all ranks of a mesh in a row; None: of the job."""
+    if mesh is None or mesh.size() == size():
         held = torch.tensor(numbers, dtype=torch.int64)
         found: list[int] = mpi_ops.allgather(held, "sharding.shares").tolist()
         return found
@@ -79,6 +86,8 @@ def whole_batch(value: Any, ranks: int) -> Any:
     return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
-def batch_placements(tensor: torch.Tensor, mesh: Any) -> list[Any]:
-    """Return the placements of a batch of which each rank has its share."""
-    return [Shard(0)] * mesh.ndim if tensor.ndim else whole_placements(mesh)
+def share_layout(shape: Sequence[int], ranks: int) -> Layout:
+    """Return the layout of a batch of which each rank has its share."""
+    if not shape:
+        return whole(0, ranks)
+    return Layout((ranks,), (0, *[-1] * (len(shape) - 1)), uneven=shape[0] % ranks > 0)

@@ -1,0 +1,153 @@
+"""A local tensor that goes from one layout to another, and its gradient that comes back.
+
+Gradients have the layout of their tensors, and are complete: an operator that computes summands of
+a gradient on several ranks says so, and the sum is taken on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.common.layouts.exchange import along, exchange, part_of, same_parts, scattered
+from hvdlite.common.layouts.layout import Box, Layout
+from hvdlite.torch.sharding.collectives import Collectives
+
+# Positions of a device matrix along which ranks hold summands.
+Summed = tuple[int, ...]
+
+
+class Transfer:
+    """One direction: sums what is held along some axes, and cuts it otherwise."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        held: Layout,
+        summed: Summed,
+        wanted: Layout,
+        collectives: Collectives,
+    ) -> None:
+        self._collectives = collectives
+        rank = collectives.rank
+        self._group = along(held.device_matrix, summed, rank) if summed else (rank,)
+        self._parts: list[Box] = []
+        if len(self._group) > 1 and scattered(held, summed, wanted, shape):
+            self._parts = [part_of(held, wanted, shape, rank, each) for each in self._group]
+        self._exchange = exchange(held, wanted, shape, rank)
+        self._stays = same_parts(held, wanted, shape)
+        self.is_nothing = self._stays and len(self._group) == 1
+        if len(self._group) > 1:
+            collectives.join(self._group)
+        if not self._parts and not self._exchange.is_local:
+            collectives.join(self._exchange.members)
+
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part."""
+        if self._parts:
+            return self._reduce_and_scatter(tensor)
+        if len(self._group) > 1:
+            tensor = self._collectives.allreduce(tensor, self._group)
+        return tensor if self._stays else self._cut_anew(tensor)
+
+    def _reduce_and_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        sent = torch.cat([_part(tensor, each).reshape(-1) for each in self._parts])
+        return self._collectives.reducescatter(sent, self._group).view(self._exchange.shape)
+
+    def _cut_anew(self, tensor: torch.Tensor) -> torch.Tensor:
+        steps = self._exchange
+        if steps.is_local:
+            (box,) = steps.sends
+            if box is None:
+                return tensor.new_empty(steps.shape)
+            return _part(tensor, box).contiguous()
+        if steps.is_gather:
+            came = self._collectives.allgather(tensor.contiguous().view(-1), steps.members)
+        else:
+            parts = [tensor.new_empty(0) if b is None else _part(tensor, b) for b in steps.sends]
+            sent = torch.cat([each.reshape(-1) for each in parts])
+            receives = [_count(each) for each in steps.receives]
+            sends = [each.numel() for each in parts]
+            came = self._collectives.alltoall(sent, sends, receives, steps.members)
+        return self._put_together(came)
+
+    def _put_together(self, came: torch.Tensor) -> torch.Tensor:
+        steps = self._exchange
+        if steps.is_gather and _are_rows(steps.receives, steps.shape):
+            return came.view(steps.shape)
+        whole = came.new_empty(steps.shape)
+        start = 0
+        for box in steps.receives:
+            if box is not None:
+                part = came[start : start + _count(box)]
+                _part(whole, box).copy_(part.view([b - a for a, b in box]))
+                start += _count(box)
+        return whole
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dimension, (start, stop) in enumerate(box):
+        if stop - start != tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, start, stop - start)
+    return tensor
+
+
+def _are_rows(boxes: Sequence[Box | None], shape: Sequence[int]) -> bool:
+    """Return whether parts lie one after the other in a tensor, in this order."""
+    start = 0
+    for box in boxes:
+        if not box or box[0][0] != start:
+            return False
+        if any(b - a != n for (a, b), n in zip(box[1:], shape[1:], strict=True)):
+            return False
+        start = box[0][1]
+    return True
+
+
+def _count(box: Box | None) -> int:
+    count = 0 if box is None else 1
+    for start, stop in box or ():
+        count *= stop - start
+    return count
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, there: Transfer, back: Transfer) -> torch.Tensor:
+        ctx.back = back
+        return tensor.view_as(tensor) if there.is_nothing else there.run(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+        (gradient,) = gradients
+        return gradient if ctx.back.is_nothing else ctx.back.run(gradient), None, None
+
+
+class Move(torch.nn.Module):
+    """A tensor of `shape` from `held` to `wanted`, and its gradient back.
+
+    `summed`: positions of the device matrix of `held` along which ranks hold summands of it.
+    `gradient_summed`: the same of `wanted`, for the gradient.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        held: Layout,
+        summed: Summed,
+        wanted: Layout,
+        gradient_summed: Summed,
+        collectives: Collectives,
+    ) -> None:
+        super().__init__()
+        self._there = Transfer(shape, held, summed, wanted, collectives)
+        self._back = Transfer(shape, wanted, gradient_summed, held, collectives)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the tensor under the other layout."""
+        moved: torch.Tensor = _Moved.apply(  # type: ignore[no-untyped-call]
+            tensor, self._there, self._back
+        )
+        return moved
