@@ -185,6 +185,21 @@ def scaled(x: Any, scale: float = 2.0, shift: Any = None, *, sign: int = 1) -> A
     return sign * (x * scale if shift is None else x * scale + shift)
 
 
+def check_ranks_that_plan_differently() -> None:
+    """All ranks are told, also where only one of them cannot plan."""
+    size, first = hvd.size(), hvd.rank() == 0
+    mine: Any = ((size, 1),) if first else ((1, size),)
+    broken: Any = ((size, 1, 1),) if first else ((size, 1),)
+    alone = "would fit" if first else "rank 0 cannot plan"
+    for strategy, words in ((mine, "plan a sharded part differently"), (broken, alone)):
+        try:
+            sharding.shard(torch.relu, strategy)(own(whole_batch()))
+        except ValueError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError("ranks went on with other plans")
+
+
 def check_arguments_by_keyword() -> None:
     batch = whole_batch()
     share, cuts = own(batch), (1, hvd.size())
@@ -221,6 +236,7 @@ CHECKS = [
     check_a_mesh_of_some_ranks,
     check_ranks_that_give_other_tensors,
     check_random_numbers,
+    check_ranks_that_plan_differently,
     check_operators_without_a_rule,
     check_arguments_by_keyword,
     check_outputs_are_numbered_alike,

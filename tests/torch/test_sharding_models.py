@@ -312,6 +312,15 @@ def test_strategies_that_cannot_be_met() -> None:
             sharding.plan(Block(), batch(), strategies, Mesh((4,)))
 
 
+def test_values_that_a_part_reads() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * (x.relu().sum().item() + 1)
+
+    with pytest.raises(ValueError, match="Reads reads some after sum"):
+        sharding.plan(Reads(), batch(), mesh=Mesh((2,)))
+
+
 def test_changes_in_place_that_a_view_would_see() -> None:
     class Writes(nn.Module):
         def forward(self, x: Any) -> Any:

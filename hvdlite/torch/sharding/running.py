@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from hvdlite.torch.sharding.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import nearest_placements
 from hvdlite.torch.sharding.plans import Plan, named_tensors, plan, refuse_keras
-from hvdlite.torch.sharding.shares import check_shares, whole_batch
+from hvdlite.torch.sharding.shares import check_shares, gathered, whole_batch
 from hvdlite.torch.sharding.tracing import ORIGINAL, is_ref
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -198,7 +199,9 @@ class _Runner:
         assert self._collectives is not None
         ranks = self._collectives.ranks
         example = tree_map(lambda each: whole_batch(each, ranks), tuple(args))
-        found = plan(self._module, example, self._configured, _Ranks(ranks), self._fully)
+        found = self._agreed(
+            lambda: plan(self._module, example, self._configured, _Ranks(ranks), self._fully)
+        )
         assert found.found is not None
         traced = found.found.traced
         if self._tensors is None:
@@ -216,6 +219,24 @@ class _Runner:
         part = _Part(lowered, [tensors[name] for name in lowered.leaves], traced.result)
         self._parts[self._key(leaves, spec)] = part
         return part
+
+    def _agreed(self, make: Callable[[], Plan]) -> Plan:
+        """Return the plan of this rank. Raises `ValueError` on all ranks if their plans differ."""
+        try:
+            found = make()
+        except BaseException:
+            gathered([-1], self._mesh)  # The others wait for what this rank has planned.
+            raise
+        digests = gathered([zlib.crc32(str(found).encode())], self._mesh)
+        if -1 in digests:
+            raise ValueError(f"rank {digests.index(-1)} cannot plan a sharded part that others can")
+        if len(set(digests)) > 1:
+            other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+            raise ValueError(
+                f"ranks 0 and {other} plan a sharded part differently: give it the same module, "
+                f"strategies and arguments on all ranks. Here it is\n{found}"
+            )
+        return found
 
     def _device(self, given: Sequence[torch.Tensor]) -> torch.device:
         devices = [each.device for each in [*self._module.parameters(), *given]]

@@ -445,7 +445,16 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
         recorder._know(each, name)
     modes = torch.inference_mode(), torch.enable_grad()
     with _unsharded(module), _paths(module, recorder), modes[0], modes[1], recorder:
-        result = torch.func.functional_call(module, stand_ins, inputs)
+        try:
+            result = torch.func.functional_call(module, stand_ins, inputs)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            last = recorder.operators[-1].name if recorder.operators else "its start"
+            raise ValueError(
+                f"a sharded part is planned without values, and {type(module).__name__} reads some "
+                f"after {last}: keep that outside of the part ({error})"
+            ) from error
     outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
     for each in outputs:
         recorder.check_fresh(each, "the caller")
