@@ -84,11 +84,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import SPECS, Effect
-from hvdlite.common.decisions.answers import answer, by_rank, departure_error, join_error
 from hvdlite.common.decisions.bit_readiness import Arrival
 from hvdlite.common.decisions.fusion import next_segments
 from hvdlite.common.decisions.process_sets import ProcessSetState, Releases, change_sets
-from hvdlite.common.decisions.request_readiness import RanksByRequest, earliest
+from hvdlite.common.decisions.request_readiness import (
+    RanksByRequest,
+    answer,
+    by_rank,
+    departure_error,
+    earliest,
+    join_error,
+)
 from hvdlite.common.decisions.sender_searches import SenderSearches, senders
 from hvdlite.common.decisions.stall_inspector import Waiting
 from hvdlite.common.plain.messages import (

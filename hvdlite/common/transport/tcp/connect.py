@@ -73,7 +73,7 @@ def connect(
     and `HorovodVersionMismatchError`.
     """
     with ExitStack() as stack:
-        hosts = _introduce(exchange, host) if known is None else known.hosts
+        hosts = _hosts(exchange, host) if known is None else known.hosts
         with Gathering(exchange.rank, hosts, folder) as gathering:
             _invite(exchange, gathering, known)
             topology, one_machine = _find_hosts(exchange, gathering, several=len(set(hosts)) > 1)
@@ -119,7 +119,7 @@ def _interrupted_by(interrupt: Interrupt | None, poller: Loop) -> Iterator[None]
         poller.forget(descriptor)
 
 
-def _introduce(exchange: Exchange, host: str) -> list[str]:
+def _hosts(exchange: Exchange, host: str) -> list[str]:
     """Return the hosts of all ranks. Raises `HorovodVersionMismatchError`."""
     return [name.decode() for name in exchange_versions(exchange, host.encode())]
 

@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.connections.address import Target
@@ -82,19 +82,6 @@ class Identity(NamedTuple):
         return Slot(sender, channel, stream)
 
 
-class Owner(Protocol):
-    """Who uses the connections when they are made."""
-
-    def on_connected(self, slot: Slot, connection: socket.socket, *, dialled: bool) -> None:
-        """Use `connection`, whose other end has proved to be `slot.rank`."""
-
-    def on_unreachable(self, slot: Slot, reasons: str) -> None:
-        """Note that the rank cannot be dialled, for `reasons`."""
-
-    def on_not_entered(self, slot: Slot) -> None:
-        """Note that a connection for which `entering` was true is closed, and was never used."""
-
-
 class Connections:
     """The listening sockets of a rank, and its dials; `targets` says where to try a rank."""
 
@@ -106,7 +93,12 @@ class Connections:
         targets: Callable[[int], Sequence[Target]],
         limits: Limits,
     ) -> None:
-        self.owner: Owner
+        # Whoever uses the connections sets these. `connected` is given a connection whose other end
+        # has proved to be `slot.rank`, and whether this end has dialled; `unreachable`, why a rank
+        # cannot be dialled; `not_entered`, a slot that was `entering` and whose end came first.
+        self.connected: Callable[[Slot, socket.socket, bool], None]
+        self.unreachable: Callable[[Slot, str], None]
+        self.not_entered: Callable[[Slot], None]
         self.me = me
         self._loop, self._targets, self._limits = loop, targets, limits
         self._dials: dict[Slot, Dial] = {}
@@ -135,12 +127,12 @@ class Connections:
     def _on_connected(self, slot: Slot, connection: socket.socket, target: Target) -> None:
         del self._dials[slot]
         self._reached[slot.rank] = target
-        self.owner.on_connected(slot, connection, dialled=True)
+        self.connected(slot, connection, True)
 
     def _on_failed(self, slot: Slot, failures: list[Failure]) -> None:
         del self._dials[slot]
         reasons = "; ".join(map(str, failures)) or "it has no address that fits"
-        self.owner.on_unreachable(slot, reasons)
+        self.unreachable(slot, reasons)
 
     # -- those that come in
 
@@ -157,10 +149,10 @@ class Connections:
     def _on_accepted(self, claim: Claim, connection: socket.socket) -> None:
         slot = self._slot(claim)
         self._taken.add(slot)
-        self.owner.on_connected(slot, connection, dialled=False)
+        self.connected(slot, connection, False)
 
     def _on_left(self, claim: Claim) -> None:
-        self.owner.on_not_entered(self._slot(claim))
+        self.not_entered(self._slot(claim))
 
     def _slot(self, claim: Claim) -> Slot:
         slot = self.me.read(claim.body)

@@ -31,8 +31,7 @@ from hvdlite.common.transport.base import (
 from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.tcp.connections import DATA, Connections, Slot
 from hvdlite.common.transport.tcp.control import GOODBYE_SECONDS, ControlLinks
-from hvdlite.common.transport.tcp.data_link import DataLink
-from hvdlite.common.transport.tcp.streams import Transfer
+from hvdlite.common.transport.tcp.streams import DataLink, Transfer
 
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 REMEDY = (
@@ -77,7 +76,8 @@ class TcpTransport:
         self._data: dict[int, DataLink] = {}
         # The errors of ranks that could not be dialled.
         self.unreachable: dict[int, PeerLostError] = {}
-        connections.owner = self
+        connections.connected, connections.unreachable = self._on_connected, self._on_unreachable
+        connections.not_entered = self.control.on_not_entered
 
     # -- connections
 
@@ -112,7 +112,7 @@ class TcpTransport:
     def _dial(self, rank: int, stream: int) -> None:
         self._connections.dial(Slot(rank, DATA, stream))
 
-    def on_connected(self, slot: Slot, connection: socket.socket, *, dialled: bool) -> None:
+    def _on_connected(self, slot: Slot, connection: socket.socket, dialled: bool) -> None:
         self._liveness.prepare(connection)
         rank = slot.rank
         if slot.channel == DATA:
@@ -124,7 +124,7 @@ class TcpTransport:
         else:
             self.control.attach(slot, connection, dialled=dialled)
 
-    def on_unreachable(self, slot: Slot, reasons: str) -> None:
+    def _on_unreachable(self, slot: Slot, reasons: str) -> None:
         names = self._job.host_names
         error = PeerLostError(
             f"rank {self.rank} ({names[self.rank]}) cannot reach rank {slot.rank} "
@@ -137,9 +137,6 @@ class TcpTransport:
             self._data_link(slot.rank).end(OSError(errno.EHOSTUNREACH, "unreachable"))
         else:
             self.control.link(slot.rank).end()
-
-    def on_not_entered(self, slot: Slot) -> None:
-        self.control.on_not_entered(slot)
 
     def _loss(self, rank: int, error: OSError | None) -> PeerLostError:
         """Return why the arrays of a rank cannot arrive."""
