@@ -1,7 +1,8 @@
 """Count which ranks are ready for new tensors, by name, and answer what all have asked for.
 
 Coordinator and leaders count by the same class. Equal requests are stored once, with their ranks as
-a mask, so that memory and time do not grow with the number of ranks. This module never sends, sleeps or reads a clock.
+a mask, so that memory and time do not grow with the number of ranks. This module
+never sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
