@@ -264,6 +264,32 @@ def test_other_operators(ranks: int) -> None:
     check_against_one_process(Many(), [batch()], {"input0": ((1, 1, ranks),)}, ranks)
 
 
+@pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming"])
+def test_search_for_a_block(search: str) -> None:
+    """Within a third of the parameters, no more bytes than by columns and rows on 4 ranks."""
+    block, ranks = Block(), 4
+    by_hand = check_against_one_process(block, [batch()], of_block(ranks), ranks)
+    limit = sum(each.nbytes for each in block.parameters()) // 3
+    found = check_against_one_process(
+        block, [batch()], {}, ranks, search=search, memory_limit=limit
+    )
+    shapes = {name: tuple(each.shape) for name, each in block.named_parameters()}
+    elements = [
+        torch.empty(shapes[name], device="meta").nbytes // max(1, _parts(found, name))
+        for name in shapes
+    ]
+    assert sum(elements) <= limit
+    if search == "dynamic_programming":
+        assert found.received_bytes <= by_hand.received_bytes
+
+
+def _parts(result: Result, name: str) -> int:
+    product = 1
+    for cut in result.plan.layouts[name].cuts:
+        product *= cut
+    return product
+
+
 def test_dropout_draws_equal_numbers_where_values_are_equal() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 

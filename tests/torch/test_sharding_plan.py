@@ -137,8 +137,10 @@ def test_refused_plans() -> None:
         sharding.set_strategy(torch.nn.ReLU(), [(1, 2)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="does not divide"):
         sharding.plan(block(), torch.empty(20, 64), {"0": ((8, 1), (1, 1))}, Mesh())
-    with pytest.raises(ValueError, match="'dynamic_programming' is not offered"):
-        sharding.shard(block(), search="dynamic_programming")
+    with pytest.raises(ValueError, match="'exhaustive' is unknown: use one of"):
+        sharding.shard(block(), search="exhaustive")
+    with pytest.raises(ValueError, match="memory_limit needs search="):
+        sharding.plan(block(), torch.empty(64, 64), mesh=Mesh(), memory_limit=1)
     with pytest.warns(UserWarning, match="no effect"):
         sharding.shard(torch.relu, ((1, 1),), device="Ascend", level=0)
     with pytest.raises(ValueError, match="needs example="):

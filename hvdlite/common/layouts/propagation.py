@@ -22,10 +22,11 @@ from hvdlite.common.layouts.operators import (
     cuts_of,
     layout_of,
 )
+from hvdlite.common.layouts.search import Ends, search
 from hvdlite.common.layouts.transfer import bytes_to_receive
 
 PROPAGATION = "propagation"
-SEARCHES_OF_MINDSPORE = ("dynamic_programming", "recursive_programming")
+DYNAMIC, RECURSIVE = "dynamic_programming", "recursive_programming"
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Choice:
     own_bytes: int
 
 
-def check_search(search: str) -> None:
+def check_search(name: str) -> None:
     """Raise `ValueError` for a way to search that there is not."""
-    if search not in (PROPAGATION, f"sharding_{PROPAGATION}"):
-        reason = "is not offered" if search in SEARCHES_OF_MINDSPORE else "is unknown"
-        raise ValueError(f"search={search!r} {reason}: use {PROPAGATION!r}")
+    known = (PROPAGATION, f"sharding_{PROPAGATION}", DYNAMIC, RECURSIVE)
+    if name not in known:
+        raise ValueError(f"search={name!r} is unknown: use one of {', '.join(known)}")
 
 
 def propagate(
@@ -65,14 +66,7 @@ def propagate(
     `TypeError` and `ValueError` as `cuts_of`, and `ValueError` for a name that no operator has, or
     that two have.
     """
-    graph = _Graph(operators, ranks, fully_use_devices)
-    for name, strategy in configured.items():
-        if name not in graph.operators:
-            raise ValueError(
-                f"a strategy is given for {name!r}, which is no operator; there are "
-                f"{', '.join(list(graph.operators)[:8])}"
-            )
-        graph.cuts[name] = cuts_of(graph.operators[name], strategy, ranks)
+    graph = _configured(operators, configured, ranks, fully_use_devices)
     graph.spread(list(configured))
     axes = graph.batch_axes(batches)
     for name in [*axes, *graph.operators]:
@@ -80,6 +74,37 @@ def propagate(
             graph.cuts[name] = graph.data_parallel(name, axes.get(name, 0))
             graph.spread([name], by_samples=True)
     return graph.choices()
+
+
+def find_choices(
+    operators: Sequence[Operator],
+    configured: Mapping[str, Strategy],
+    ranks: int,
+    ends: Ends,
+    fully_use_devices: bool = True,
+    recursive: bool = False,
+) -> dict[str, Choice]:
+    """Return how each operator is cut so that a step of training moves the fewest bytes.
+
+    Raises as `propagate`, and `ValueError` where no strategies hold a memory limit.
+    """
+    graph = _configured(operators, configured, ranks, fully_use_devices)
+    graph.cuts = search(operators, graph.cuts, ranks, fully_use_devices, ends, recursive)
+    return graph.choices()
+
+
+def _configured(
+    operators: Sequence[Operator], configured: Mapping[str, Strategy], ranks: int, fully: bool
+) -> _Graph:
+    graph = _Graph(operators, ranks, fully)
+    for name, strategy in configured.items():
+        if name not in graph.operators:
+            raise ValueError(
+                f"a strategy is given for {name!r}, which is no operator; there are "
+                f"{', '.join(list(graph.operators)[:8])}"
+            )
+        graph.cuts[name] = cuts_of(graph.operators[name], strategy, ranks)
+    return graph
 
 
 class _Graph:

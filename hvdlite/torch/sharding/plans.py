@@ -18,7 +18,17 @@ from hvdlite.common.layouts.operators import (
     elementwise,
     nearest_strategy,
 )
-from hvdlite.common.layouts.propagation import Choice, leaf_layouts, propagate
+from hvdlite.common.layouts.propagation import (
+    DYNAMIC,
+    PROPAGATION,
+    RECURSIVE,
+    Choice,
+    check_search,
+    find_choices,
+    leaf_layouts,
+    propagate,
+)
+from hvdlite.common.layouts.search import Ends
 from hvdlite.common.runtime.state import find
 from hvdlite.torch.sharding.tracing import Trace, Traced, trace
 
@@ -97,14 +107,22 @@ def plan(
     strategies: Mapping[str, Strategy] | None = None,
     mesh: Any = None,
     fully_use_devices: bool = True,
+    search: str = PROPAGATION,
+    memory_limit: int | None = None,
 ) -> Plan:
     """Return how each operator and parameter of a module would be cut, and the bytes it costs.
 
     `example` is an input, or a tuple of inputs, of the whole batch; meta tensors do. `strategies`
     adds to those of `set_strategy`, by the names of submodules or of the operators that the plan
-    shows, or "input0", "output0" and so on. `mesh` None: all ranks of the job. Raises `TypeError`
+    shows, or "input0", "output0" and so on. `mesh` None: all ranks of the job.
+
+    `search` "propagation" keeps to the neighbours of what has a strategy; "dynamic_programming"
+    finds those by which a step of training, forward and backward, moves the fewest bytes, and
+    "recursive_programming" does so for one prime factor of the ranks after the other, for large
+    models. With these a rank holds at most `memory_limit` bytes of parameters. Raises `TypeError`
     and `ValueError` for strategies that do not fit, which name one that does.
     """
+    check_search(search)
     refuse_keras(module)
     runtime = find()
     ranks = mesh.size() if mesh is not None else 1 if runtime is None else runtime.topology.size
@@ -119,7 +137,16 @@ def plan(
     configured = _by_operators({**given, **(strategies or {})}, module, recorder)
     operators = _with_ends(traced, configured)
     _check_strategies(module, operators, configured, ranks)
-    choices = propagate(operators, configured, ranks, fully_use_devices, traced.inputs)
+    if search in (DYNAMIC, RECURSIVE):
+        named = {name: each.element_size() for name, each in module.named_parameters()}
+        ends = Ends(named, traced.inputs, traced.outputs, memory_limit)
+        choices = find_choices(
+            operators, configured, ranks, ends, fully_use_devices, search == RECURSIVE
+        )
+    elif memory_limit is not None:
+        raise ValueError(f"memory_limit needs search={DYNAMIC!r} or {RECURSIVE!r}")
+    else:
+        choices = propagate(operators, configured, ranks, fully_use_devices, traced.inputs)
     leaves = leaf_layouts(operators, choices)
     layouts = {
         name: leaves.get(first) or whole(tensor.ndim, ranks)

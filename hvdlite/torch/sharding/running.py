@@ -51,6 +51,7 @@ def shard(
     device: Any = None,
     level: Any = None,
     example: Any = None,
+    memory_limit: int | None = None,
 ) -> F:
     """Cut a part of a model among ranks: by a strategy for its inputs, the rest by propagation.
 
@@ -71,9 +72,9 @@ def shard(
       they are cut before an optimizer takes them. Meta tensors do.
 
     The part is recorded once for each shape of its inputs, and then runs as a graph on local
-    tensors, with the collectives that the plan says. `search` is "propagation". `device` and
-    `level` have no effect. Raises `TypeError` and `ValueError` for strategies that do not fit, a
-    function in its first call.
+    tensors, with the collectives that the plan says. `search` and `memory_limit` are those of
+    `plan`. `device` and `level` have no effect. Raises `TypeError` and `ValueError` for strategies
+    that do not fit, a function in its first call.
     """
     check_search(search)
     if device is not None or level is not None:
@@ -84,7 +85,10 @@ def shard(
             check_strategy(tuple(each for each in given if each is not None), f"{end} strategy")
             configured |= {f"{end}{i}": (cuts,) for i, cuts in enumerate(given) if cuts is not None}
     _check_target(fn_or_module)
-    runner = _Runner(fn_or_module, configured, parameter_plan or {}, mesh, fully_use_devices)
+    options = {
+        "fully_use_devices": fully_use_devices, "search": search, "memory_limit": memory_limit,
+    }  # fmt: skip
+    runner = _Runner(fn_or_module, configured, parameter_plan or {}, mesh, options)
     if isinstance(fn_or_module, torch.nn.Module):
         if example is None and any(True for _ in fn_or_module.parameters()):
             raise ValueError(
@@ -134,7 +138,7 @@ class _Runner:
         configured: Mapping[str, Strategy],
         parameter_plan: Mapping[str, Sequence[int] | Layout],
         mesh: Any,
-        fully_use_devices: bool,
+        options: Mapping[str, Any],
     ) -> None:
         is_module = isinstance(target, torch.nn.Module)
         self._module: torch.nn.Module = target if is_module else _Function(target)
@@ -142,7 +146,7 @@ class _Runner:
         self._configured = configured
         self._parameter_plan = parameter_plan
         self._mesh = mesh
-        self._fully = fully_use_devices
+        self._options = options
         self._collectives: MeshCollectives | None = None
         # Of how many tensors a call has been planned for.
         self._tensors: int | None = None
@@ -200,7 +204,7 @@ class _Runner:
         ranks = self._collectives.ranks
         example = tree_map(lambda each: whole_batch(each, ranks), tuple(args))
         found = self._agreed(
-            lambda: plan(self._module, example, self._configured, _Ranks(ranks), self._fully)
+            lambda: plan(self._module, example, self._configured, _Ranks(ranks), **self._options)
         )
         assert found.found is not None
         traced = found.found.traced

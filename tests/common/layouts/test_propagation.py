@@ -177,12 +177,10 @@ def test_refused_names_and_searches() -> None:
         propagate(block(), {"MatMul3": ((1, 1), (1, 1))}, 8)
     with pytest.raises(ValueError, match="two operators have one name"):
         propagate([*block(), *block()], {}, 8)
-    for search in ("dynamic_programming", "recursive_programming"):
-        with pytest.raises(ValueError, match=f"'{search}' is not offered: use 'propagation'"):
-            check_search(search)
     with pytest.raises(ValueError, match="is unknown"):
         check_search("magic")
-    check_search("propagation")
+    for search in ("propagation", "dynamic_programming", "recursive_programming"):
+        check_search(search)
     check_search("sharding_propagation")
     with pytest.raises(ValueError, match="cannot be multiplied"):
         matmul("m", ("x", (3, 4)), ("w", (5, 6)), "y")

@@ -1,0 +1,334 @@
+"""Strategies for all operators of a graph by search: the fewest bytes in a step of training.
+
+What a strategy costs depends on those of the neighbours alone. So operators are eliminated one by
+one, as in dynamic programming over a chain: for each combination of its neighbours' strategies the
+best one of an operator is noted, with what it costs, until none is left; then all are read back.
+A residual connection makes triples of neighbours, and rarely more.
+
+Counted are the bytes that a rank receives forward and backward: between operators, for partial
+sums, and for gradients of parameters that several ranks have. This module never sees a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.layouts.layout import Layout, prime_factors
+from hvdlite.common.layouts.operators import Operand, Operator, candidates, layout_of
+from hvdlite.common.layouts.transfer import allreduce_bytes, bytes_to_receive
+
+Cuts = tuple[int, ...]
+# A table of more combinations is not made: an operator with many neighbours is decided before.
+_MOST_COMBINATIONS = 1 << 21
+_ROUNDS = 24
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Tensors that no operator of the graph makes or takes alone.
+
+    `parameters` by name with the bytes of an element; `batches` come, and `outputs` go, as shares
+    of their first dimension. `memory_limit`: the most bytes of parameters that a rank holds.
+    """
+
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    batches: Collection[str] = ()
+    outputs: Collection[str] = ()
+    memory_limit: int | None = None
+
+
+def search(
+    operators: Sequence[Operator],
+    decided: Mapping[str, Cuts],
+    ranks: int,
+    fully_use_devices: bool,
+    ends: Ends,
+    recursive: bool = False,
+) -> dict[str, Cuts]:
+    """Return how the axes of all operators are cut; `decided` has those that are given.
+
+    `recursive` cuts by one prime factor of the ranks after the other, for large graphs. Raises
+    `ValueError` where no strategies hold the memory limit.
+    """
+    if not recursive:
+        choices = {
+            each.name: [decided[each.name]]
+            if each.name in decided
+            else candidates(each, ranks, fully_use_devices and not each.is_view)
+            for each in operators
+        }
+        return _solve(operators, choices, ranks, ends, ends.memory_limit)
+    found = {each.name: (1,) * len(each.lengths) for each in operators}
+    product = 1
+    for factor in prime_factors(ranks):
+        product *= factor
+        choices = {
+            each.name: _finer(each, found[each.name], factor, decided, fully_use_devices)
+            for each in operators
+        }
+        # What is cut among few ranks now is cut more finely later.
+        limit = None if ends.memory_limit is None else ends.memory_limit * ranks // product
+        found = _solve(operators, choices, product, ends, limit, is_last=product == ranks)
+    return found
+
+
+def _finer(
+    operator: Operator, cuts: Cuts, factor: int, decided: Mapping[str, Cuts], fully: bool
+) -> list[Cuts]:
+    """Return the ways to cut one axis once more by a factor; not at all where that is allowed."""
+    found = [
+        (*cuts[:axis], cuts[axis] * factor, *cuts[axis + 1 :])
+        for axis, length in enumerate(operator.lengths)
+        if axis not in operator.uncut and length and length % (cuts[axis] * factor) == 0
+    ]
+    goal = decided.get(operator.name)
+    if goal is not None:
+        return [each for each in found if all(g % c == 0 for g, c in zip(goal, each, strict=True))][
+            :1
+        ] or [cuts]
+    return found if found and fully and not operator.is_view else [*found, cuts]
+
+
+def _solve(
+    operators: Sequence[Operator],
+    choices: Mapping[str, list[Cuts]],
+    ranks: int,
+    ends: Ends,
+    memory_limit: int | None,
+    is_last: bool = True,
+) -> dict[str, Cuts]:
+    """Return the best choices; within a limit by a price for memory that rises until they fit."""
+    costs = _Costs(operators, choices, ranks, ends)
+    found = _eliminate(costs, 0.0)
+    if memory_limit is None or costs.memory(found) <= memory_limit:
+        return costs.named(found)
+    low, high = 0.0, 1e9
+    found = _eliminate(costs, high)
+    if costs.memory(found) > memory_limit:
+        if not is_last:
+            return costs.named(found)
+        raise ValueError(
+            f"memory_limit={memory_limit}: a rank holds at least {costs.memory(found)} bytes of "
+            f"parameters, however they are cut among {ranks} ranks"
+        )
+    for _ in range(_ROUNDS):
+        price = math.sqrt(max(low, 1e-6) * high)
+        attempt = _eliminate(costs, price)
+        if costs.memory(attempt) <= memory_limit:
+            found, high = attempt, price
+        else:
+            low = price
+    return costs.named(found)
+
+
+class _Costs:
+    """What choices cost: of each operator alone, and of each two that share a tensor."""
+
+    def __init__(
+        self,
+        operators: Sequence[Operator],
+        choices: Mapping[str, list[Cuts]],
+        ranks: int,
+        ends: Ends,
+    ) -> None:
+        self._operators, self._ranks, self._ends = operators, ranks, ends
+        self.choices = [choices[each.name] for each in operators]
+        self.alone = [
+            np.array([float(each.own_bytes(cuts)) for cuts in choices[each.name]])
+            for each in operators
+        ]
+        self.held = [np.zeros(len(choices[each.name])) for each in operators]
+        self.pairs: dict[tuple[int, int], Any] = {}
+        self._known: dict[Any, Any] = {}
+        maker: dict[str, int] = {each.output.tensor: i for i, each in enumerate(operators)}
+        first: dict[str, tuple[int, Operand]] = {}
+        for index, operator in enumerate(operators):
+            for operand in operator.inputs:
+                self._count(index, operator, operand, maker, first)
+            if operator.output.tensor in ends.outputs:
+                size = operator.bytes_per_element
+                self._add_share(index, operator.output, size)
+
+    def named(self, found: Sequence[int]) -> dict[str, Cuts]:
+        """Return the cuts by the names of operators."""
+        pairs = zip(self._operators, self.choices, found, strict=True)
+        return {operator.name: cuts[index] for operator, cuts, index in pairs}
+
+    def memory(self, found: Sequence[int]) -> int:
+        """Return the bytes of parameters that a rank holds."""
+        return int(sum(held[index] for held, index in zip(self.held, found, strict=True)))
+
+    def _count(
+        self,
+        index: int,
+        operator: Operator,
+        operand: Operand,
+        maker: Mapping[str, int],
+        first: dict[str, tuple[int, Operand]],
+    ) -> None:
+        tensor, size = operand.tensor, operator.bytes_per_element
+        if tensor in self._ends.parameters:
+            size = self._ends.parameters[tensor]
+        makes = maker.get(tensor)
+        if makes is not None and makes != index:
+            self._add_pair(makes, self._operators[makes].output, index, operand, size)
+        elif tensor in self._ends.batches:
+            self._add_share(index, operand, size)
+        if tensor in self._ends.parameters and makes is None:
+            if tensor in first:
+                self._add_pair(*first[tensor], index, operand, size)
+            else:
+                first[tensor] = index, operand
+                self.held[index] += [
+                    self._local(operand, cuts, size) for cuts in self.choices[index]
+                ]
+        if makes is not None or tensor in self._ends.parameters or tensor in self._ends.batches:
+            self.alone[index] += [
+                self._gradient(operand, cuts, size) for cuts in self.choices[index]
+            ]
+
+    def _local(self, operand: Operand, cuts: Cuts, size: int) -> int:
+        parts = (1 if axis is None else cuts[axis] for axis in operand.axes)
+        return math.prod(operand.shape) * size // max(math.prod(parts), 1)
+
+    def _gradient(self, operand: Operand, cuts: Cuts, size: int) -> int:
+        """Return the bytes for a gradient of which ranks compute summands."""
+        parts = math.prod(cut for axis, cut in enumerate(cuts) if axis not in operand.axes)
+        return allreduce_bytes(self._local(operand, cuts, size), parts)
+
+    def _add_share(self, index: int, operand: Operand, size: int) -> None:
+        """Count a tensor that comes or goes as shares of the batch."""
+        shape = operand.shape
+        if not shape or shape[0] % self._ranks:
+            return
+        share = Layout((self._ranks,), (0, *[-1] * (len(shape) - 1)))
+        self.alone[index] += [
+            self._both_ways(share, layout_of(operand, cuts, self._ranks), shape, size)
+            for cuts in self.choices[index]
+        ]
+
+    def _add_pair(self, one: int, held: Operand, other: int, wanted: Operand, size: int) -> None:
+        key = (
+            held.axes, tuple(self.choices[one]), wanted.axes, tuple(self.choices[other]),
+            held.shape, size,
+        )  # fmt: skip
+        if key not in self._known:  # Equal layers are counted once.
+            rows = [layout_of(held, cuts, self._ranks) for cuts in self.choices[one]]
+            columns = [layout_of(wanted, cuts, self._ranks) for cuts in self.choices[other]]
+            self._known[key] = np.array(
+                [[self._both_ways(a, b, held.shape, size) for b in columns] for a in rows],
+                dtype=float,
+            )
+        table = self._known[key]
+        if one == other:
+            self.alone[one] = self.alone[one] + table.diagonal()
+            return
+        pair = (one, other) if one < other else (other, one)
+        table = table if one < other else table.T
+        self.pairs[pair] = self.pairs[pair] + table if pair in self.pairs else table
+
+    def _both_ways(self, a: Layout, b: Layout, shape: tuple[int, ...], size: int) -> int:
+        return bytes_to_receive(a, b, shape, size) + bytes_to_receive(b, a, shape, size)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Costs by the choices of some operators, in the order of their numbers."""
+
+    of: tuple[int, ...]
+    costs: Any
+
+
+def _eliminate(costs: _Costs, price: float) -> list[int]:
+    """Return the number of the best choice of each operator."""
+    tables: list[_Table] = [
+        _Table((index,), alone + price * held)
+        for index, (alone, held) in enumerate(zip(costs.alone, costs.held, strict=True))
+    ]
+    tables += [_Table(pair, table) for pair, table in costs.pairs.items()]
+    by_operator: dict[int, set[int]] = {index: set() for index in range(len(costs.choices))}
+    for number, table in enumerate(tables):
+        for index in table.of:
+            by_operator[index].add(number)
+    neighbours: list[set[int]] = [set() for _ in costs.choices]
+    for one, other in costs.pairs:
+        neighbours[one].add(other)
+        neighbours[other].add(one)
+    sizes = [len(each) for each in costs.choices]
+    steps: list[tuple[int, tuple[int, ...], Any]] = []
+    left = set(range(len(sizes)))
+    while left:
+        others: tuple[int, ...] = ()
+        index = min(left, key=lambda each: (_product(sizes, neighbours[each]), each))
+        if _product(sizes, neighbours[index]) * sizes[index] > _MOST_COMBINATIONS:
+            index = max(left, key=lambda each: (len(neighbours[each]), -each))
+            best = _sum_of([tables[n] for n in by_operator[index]], (index,), least=True)
+            chosen = int(best.argmin())
+            steps.append((index, (), chosen))
+        else:
+            others = tuple(sorted(neighbours[index]))
+            joined = _sum_of([tables[n] for n in by_operator[index]], (*others, index))
+            steps.append((index, others, joined.argmin(-1)))
+            chosen = -1
+        _remove(index, others, chosen, tables, by_operator, neighbours)
+        if chosen < 0 and others:
+            number = len(tables)
+            tables.append(_Table(others, joined.min(-1)))
+            for each in others:
+                by_operator[each].add(number)
+        left.remove(index)
+    found = [0] * len(sizes)
+    for index, others, best in reversed(steps):
+        found[index] = int(best[tuple(found[each] for each in others)]) if others else int(best)
+    return found
+
+
+def _product(sizes: Sequence[int], of: Collection[int]) -> int:
+    return math.prod(sizes[each] for each in of)
+
+
+def _remove(
+    index: int,
+    others: tuple[int, ...],
+    chosen: int,
+    tables: list[_Table],
+    by_operator: dict[int, set[int]],
+    neighbours: list[set[int]],
+) -> None:
+    """Take an operator out of the tables; those of a chosen one stay, for its neighbours."""
+    for number in sorted(by_operator.pop(index)):
+        table = tables[number]
+        for each in table.of:
+            if each != index:
+                by_operator[each].discard(number)
+        if chosen >= 0 and len(table.of) > 1:
+            place = table.of.index(index)
+            rest = tuple(each for each in table.of if each != index)
+            tables.append(_Table(rest, table.costs.take(chosen, axis=place)))
+            for each in rest:
+                by_operator[each].add(len(tables) - 1)
+    for each in neighbours[index]:
+        neighbours[each].discard(index)
+        neighbours[each] |= set(others) - {each}
+
+
+def _sum_of(tables: Sequence[_Table], of: tuple[int, ...], least: bool = False) -> Any:
+    """Return the sum of tables by the choices of `of`; others are taken at their least."""
+    shaped = []
+    for table in tables:
+        costs = table.costs
+        inside = tuple(each for each in table.of if each in of)
+        if least:
+            away = tuple(i for i, each in enumerate(table.of) if each not in of)
+            costs = costs.min(axis=away) if away else costs
+        order = sorted(range(len(inside)), key=lambda i: of.index(inside[i]))
+        costs = costs.transpose(order)
+        lengths = iter(costs.shape)
+        shaped.append(costs.reshape([next(lengths) if each in inside else 1 for each in of]))
+    return reduce(lambda a, b: a + b, shaped)
