@@ -21,8 +21,11 @@ from hvdlite.ps.connections.client import Client  # noqa: E402
 from hvdlite.ps.connections.messages import Message  # noqa: E402
 from hvdlite.ps.layouts.blocks import Block  # noqa: E402
 from hvdlite.ps.layouts.layout import Part  # noqa: E402
-from hvdlite.ps.layouts.shares import Share  # noqa: E402
 from hvdlite.ps.scheduler.registry import Registry  # noqa: E402
+from hvdlite.ps.tables.clocks import SYNC, Mode  # noqa: E402
+from hvdlite.ps.tables.description import TableDescription, describe_table  # noqa: E402
+from hvdlite.ps.tables.saved import SavedTable, join  # noqa: E402
+from hvdlite.ps.tables.table import Saved  # noqa: E402
 from hvdlite.ps.worker.remote_table import RemoteTable  # noqa: E402
 from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
 
@@ -244,11 +247,16 @@ def test_state_of_blocks_goes_to_other_servers() -> None:
     for each in gradients[:3]:
         for updater, part in ((undisturbed, each), (first, each[:5]), (second, each[5:])):
             updater.step([part], [{"learning_rate": 0.1}])
-    shares = [
-        Share.of([block], updater.values(), updater.state(), is_rows=False)
-        for block, updater in zip(old, (first, second), strict=True)
+    described = [
+        TableDescription("t", describe_table([], [block], Mode(SYNC), average=True))
+        for block in (*old, next_one)
     ]
-    values, state = Share.joined([next_one], shares)
+    saved = [
+        SavedTable(about, Saved(updater.values(), updater.state(), 3, {}, []))
+        for about, updater in zip(described, (first, second), strict=False)
+    ]
+    sent = [SavedTable.unpack(*each.pack()) for each in saved]
+    values, state = join(described[2], [sent[0], sent[1].cut_for([(0, 0, 9), (1, 0, 9)], 0, 1)])
     assert state["0.velocity"].shape == (9,) and state["0.iteration"] == 3
     first.begin(values)  # Of a server that has stepped with other blocks before.
     first.load(state)

@@ -17,9 +17,12 @@ from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler import scheduler as schedulers
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.scaling import Change
-from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
-from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.server.snapshots import SnapshotFolder
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
+from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowsSpec
+from hvdlite.ps.tables.saved import SavedTable
+from hvdlite.ps.tables.table import Saved
 from tests.ps.cluster import Cluster, Trainer, in_threads, trainers, wait_until
 from tests.ps.test_scaling import Added
 
@@ -184,16 +187,17 @@ def test_what_a_change_has_saved_displaces_nothing_until_it_counts(tmp_path: Pat
     folder = SnapshotFolder(tmp_path, 0)
 
     def write(layout: int, version: int) -> None:
-        folder.write(Snapshot("t", {}, version, {}, [np.full(2, version)], {}, (), layout))
+        about = TableDescription("t", describe_table([], [], Mode(SYNC), average=True))
+        folder.write(SavedTable(about, Saved([], {}, version, {}, []), layout))
 
     write(1, 4)
     for version in (5, 6, 7):  # Of changes that were all given up, by a server that was killed.
         write(2, version)
     (kept,) = folder.newest(1)
-    assert kept.version == 4
+    assert kept.saved.version == 4
     folder.keep_only(1)
-    assert folder.newest(2) == [] and [each.version for each in folder.newest(1)] == [4]
+    assert folder.newest(2) == [] and [each.saved.version for each in folder.newest(1)] == [4]
     write(2, 4)
     folder.keep_only(2)
-    assert folder.newest(1) == [] and [each.version for each in folder.newest(2)] == [4]
+    assert folder.newest(1) == [] and [each.saved.version for each in folder.newest(2)] == [4]
     assert folder.go_back("t", 4, 1) is None

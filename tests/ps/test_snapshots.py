@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
+from hvdlite.ps.layouts.blocks import Block
+from hvdlite.ps.layouts.layout import Part
+from hvdlite.ps.server.snapshots import SnapshotFolder
+from hvdlite.ps.tables.clocks import SYNC, Mode
+from hvdlite.ps.tables.description import TableDescription, describe_table
+from hvdlite.ps.tables.saved import SavedTable
+from hvdlite.ps.tables.table import Saved
 from tests.ps.cluster import Cluster, train_in_one, trainers
 from tests.ps.cluster import bits as bits_of
 
@@ -55,14 +61,18 @@ def test_the_newest_two_of_a_table_are_kept(tmp_path: Path) -> None:
     for version in range(5):
         for table in ("first", "second"):
             values = [np.full(3, float(version))]
-            about = (table, {}, version, {0: version}, values, {"momentum": -values[0]})
-            (folder.write if table == "first" else folder.write_soon)(Snapshot(*about))
+            block = Block("float64", 0, (Part(0, 0, 3, 0),))
+            about = describe_table([], [block], Mode(SYNC), average=True)
+            saved = Saved(values, {"0.momentum": -values[0]}, version, {0: version}, [])
+            whole = SavedTable(TableDescription(table, about), saved)
+            (folder.write if table == "first" else folder.write_soon)(whole)
     folder.close()
     found = sorted(path.relative_to(tmp_path / "server-0") for path in tmp_path.rglob("*.*"))
     assert [(path.parts[0], int(path.stem.split("-")[1])) for path in found] == [
         ("first", 3), ("first", 4), ("second", 3), ("second", 4),
     ]  # fmt: skip
     for snapshot in SnapshotFolder(tmp_path, 0).newest():
-        assert (snapshot.version, snapshot.finished) == (4, {0: 4})
-        np.testing.assert_array_equal(snapshot.values, [[4.0] * 3])
-        np.testing.assert_array_equal(snapshot.state["momentum"], [-4.0] * 3)
+        saved = snapshot.saved
+        assert (saved.version, saved.finished) == (4, {0: 4})
+        np.testing.assert_array_equal(saved.values, [[4.0] * 3])
+        np.testing.assert_array_equal(saved.state["0.momentum"], [-4.0] * 3)

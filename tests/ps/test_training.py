@@ -16,13 +16,15 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections.channel import Listener, new_context
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Message
-from hvdlite.ps.layouts.blocks import Array, TensorSpec, blocks_of
-from hvdlite.ps.layouts.layout import place
+from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
+from hvdlite.ps.layouts.layout import Part, place
 from hvdlite.ps.server import server as server_module
 from hvdlite.ps.server.server import Server
-from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
+from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Clocks, Mode
-from hvdlite.ps.tables.description import describe_table
+from hvdlite.ps.tables.description import TableDescription, describe_table
+from hvdlite.ps.tables.saved import SavedTable
+from hvdlite.ps.tables.table import Saved
 from hvdlite.ps.worker.shard import Shard
 from tests.ps.test_tables import Momentum
 
@@ -261,10 +263,14 @@ def test_a_server_is_lost_and_returns(
 
 def test_a_damaged_snapshot_is_named(tmp_path: Path) -> None:
     folder = SnapshotFolder(tmp_path, 3)
-    folder.write(Snapshot("a/b", {}, 7, {0: 7}, [np.arange(4.0)], {"m": np.ones(2, np.float32)}))
+    block = Block("float64", 0, (Part(0, 0, 4, 0),))
+    about = TableDescription("a/b", describe_table([], [block], Mode(SYNC), average=True))
+    state = {"0.m": np.ones(2, np.float32)}
+    folder.write(SavedTable(about, Saved([np.arange(4.0)], state, 7, {0: 7}, [])))
     (read,) = SnapshotFolder(tmp_path, 3).newest()
-    assert (read.table, read.version, read.finished) == ("a/b", 7, {0: 7})
-    assert read.values[0].tolist() == [0, 1, 2, 3] and read.state["m"].dtype == np.float32
+    saved = read.saved
+    assert (read.described.name, saved.version, saved.finished) == ("a/b", 7, {0: 7})
+    assert saved.values[0].tolist() == [0, 1, 2, 3] and saved.state["0.m"].dtype == np.float32
     (path,) = tmp_path.glob("server-3/*/*.safetensors")
     data = bytearray(path.read_bytes())
     data[-3] ^= 1

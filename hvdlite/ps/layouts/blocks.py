@@ -73,10 +73,10 @@ class Block:
         return sum(part.stop - part.start for part in self.parts)
 
     @cached_property
-    def _places(self) -> list[tuple[int, int, int, int, int]]:
+    def places(self) -> list[tuple[int, int, int, int, int]]:
         """The key of each part, where it begins and ends in its tensor, and where in the block."""
         ends = [*accumulate(part.stop - part.start for part in self.parts)]
-        starts = [0, *ends[:-1]]
+        starts = [0, *ends][: len(ends)]
         return [
             (part.key, part.start, part.stop, start, end)
             for part, start, end in zip(self.parts, starts, ends, strict=True)
@@ -97,7 +97,7 @@ class Block:
         """Copy the parts out of flat tensors, the first of which has the key `first_key`."""
         if self.parts:
             pieces = [
-                tensors[key - first_key][start:stop] for key, start, stop, _, _ in self._places
+                tensors[key - first_key][start:stop] for key, start, stop, _, _ in self.places
             ]
             np.concatenate(pieces, out=into, casting="unsafe")
 
@@ -106,13 +106,13 @@ class Block:
         here: Collection[tuple[int, int]],
     ) -> None:  # fmt: skip
         """Copy the parts out that are not here: `here` says where others begin and end in it."""
-        for key, start, stop, at, end in self._places:
+        for key, start, stop, at, end in self.places:
             if (at, end) not in here:
                 into[at:end] = tensors[key - first_key][start:stop]
 
     def scatter(self, block: Array, tensors: Sequence[Array], first_key: int) -> None:
         """Copy the parts back into flat tensors."""
-        for key, start, stop, at, end in self._places:
+        for key, start, stop, at, end in self.places:
             tensors[key - first_key][start:stop] = block[at:end]
 
 

@@ -7,9 +7,8 @@ in the rows, and which parts of which tensors they are, stands among the values 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -20,29 +19,29 @@ from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.ps.layouts.blocks import Array, Block
 from hvdlite.ps.layouts.layout import Part
-from hvdlite.ps.layouts.shares import Piece, Share
 from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.saved import REST, VALUES, SavedTable, join
 
 VALUE = "parameter_server"  # The value of a checkpoint that says where all lies.
-VALUES, STATE = "values", "state"
 
 
 class Flat(NamedTuple):
     """The arrays of a table on one server, one behind another, and what each of them is."""
 
-    about: list[list[Any]]  # [VALUES, number of the block] or [STATE, name]; then dtype, shape.
+    about: list[
+        list[Any]
+    ]  # As `SavedTable.pack` says it: VALUES, SLOT or REST; name, dtype, shape.
     rows: dict[str, Array]  # By dtype.
 
 
-def flatten(values: Sequence[Array], state: Mapping[str, Array]) -> Flat:
+def flatten(saved: SavedTable) -> Flat:
     """Return the arrays of a table as rows."""
-    index: list[list[Any]] = []
+    about, arrays = saved.pack()
     rows: dict[str, list[Array]] = {}
-    named = [(VALUES, str(number), array) for number, array in enumerate(values)]
-    for word, name, array in [*named, *((STATE, name, array) for name, array in state.items())]:
-        index.append([word, name, array.dtype.name, list(array.shape)])
+    for array in arrays:
         rows.setdefault(array.dtype.name, []).append(array.reshape(-1))
-    return Flat(index, {dtype: np.concatenate(arrays) for dtype, arrays in rows.items()})
+    rows_joined = {dtype: np.concatenate(own) for dtype, own in rows.items()}
+    return Flat(about["arrays"], rows_joined)
 
 
 def padded(row: Array | None, dtype: str, length: int) -> Array:
@@ -90,12 +89,13 @@ def read_table(
             ))
             for number, each in enumerate(about["servers"])
         ]  # fmt: skip
-        if described.rows is not None:
-            values, state = _read_rows(sources, server, servers)
-        elif about["whole"]:
-            values, state = _read_whole(sources, about["first_key"], described)
+        shift = described.first_key - about["first_key"]
+        if described.rows is None and about["whole"]:
+            values, state = _read_whole(sources, shift, described)
         else:
-            values, state = _read_blocks(sources, about["first_key"], described)
+            step = gcd(len(sources), servers)  # Of others a server needs no row.
+            needed = [each for each in sources if not (each.server - server) % step]
+            values, state = join(described, sources if described.rows is None else needed, shift)
     return values, state, about["steps"]
 
 
@@ -121,8 +121,8 @@ def _check(about: Mapping[str, Any], described: TableDescription) -> None:
 
 
 class _Source:
-    """What one server has saved of a table. With `whole_rows`, it is read at once, and compared
-    with its digest."""
+    """What one server has saved of a table (see `Source`). With `whole_rows`, it is read at once,
+    and compared with its digest."""
 
     def __init__(
         self, reader: Reader, table: str, server: int, about: Mapping[str, Any], *,
@@ -133,28 +133,24 @@ class _Source:
             Block(dtype, group, tuple(Part(*part) for part in parts))
             for dtype, group, parts in about["blocks"]
         ]
+        self.state = {name: word for word, name, *_ in about["index"] if word != VALUES}
         self._reader, self._table, self._whole_rows = reader, table, whole_rows
         self._rows: dict[str, Array] = {}
-        self._places: dict[tuple[str, str], tuple[str, int, list[int]]] = {}
+        self._places: dict[tuple[bool, str], tuple[str, int, list[int]]] = {}
         ends: dict[str, int] = {}
         for word, name, dtype, shape in about["index"]:
             at = ends.get(dtype, 0)
-            self._places[word, name] = dtype, at, shape
+            self._places[word == VALUES, name] = dtype, at, shape
             ends[dtype] = at + prod(shape)
-
-    @property
-    def state(self) -> dict[str, list[int]]:
-        """The shapes of the arrays of the state, by their names."""
-        return {name: shape for (word, name), (*_, shape) in self._places.items() if word == STATE}
 
     def array(self, word: str, name: str) -> Array:
         """Return an array, in memory of its own."""
-        shape = self._places[word, name][2]
+        shape = self._places[word == VALUES, name][2]
         return self.cut(word, name, 0, prod(shape)).reshape(shape)
 
     def cut(self, word: str, name: str, start: int, stop: int) -> Array:
         """Return some elements of an array, flat."""
-        dtype, at, _ = self._places[word, name]
+        dtype, at, _ = self._places[word == VALUES, name]
         if start >= stop:
             return np.empty(0, numpy_dtype(dtype))
         if self._whole_rows:
@@ -178,64 +174,10 @@ def tensor_name(table: str, dtype: str) -> str:
     return f"{table}.{dtype}"
 
 
-def _read_blocks(
-    sources: Sequence[_Source], first_key: int, described: TableDescription
-) -> tuple[list[Array], dict[str, Array]]:
-    shift = described.first_key - first_key
-    share = Share()
-    wanted: dict[int, list[Part]] = {}
-    for block in described.blocks:
-        for part in block.parts:
-            wanted.setdefault(part.key - shift, []).append(part)
-    for source in sources:
-        for number, block in enumerate(source.blocks):
-            own = {
-                name: shape
-                for name, shape in source.state.items()
-                if name.partition(".")[0] == str(number)
-            }
-            slots = [name for name, shape in own.items() if shape == [block.size]]
-            rest = share.rest.setdefault((block.dtype, block.group), {})
-            for name in own.keys() - slots:
-                rest.setdefault(name.partition(".")[2], source.array(STATE, name))
-            for found in _overlaps(block, wanted):
-                inside = found.at, found.at + found.stop - found.start
-                share.pieces.append(
-                    Piece(
-                        found.key + shift, found.start, found.stop,
-                        source.cut(VALUES, str(number), *inside),
-                        {each.partition(".")[2]: source.cut(STATE, each, *inside)
-                         for each in slots},
-                    )
-                )  # fmt: skip
-    return Share.joined(described.blocks, [share])
-
-
-@dataclass(frozen=True)
-class _Overlap:
-    """What a block has of a wanted part: elements of a tensor, from the place `at` of the block."""
-
-    key: int
-    start: int
-    stop: int
-    at: int
-
-
-def _overlaps(block: Block, wanted: Mapping[int, Sequence[Part]]) -> Iterator[_Overlap]:
-    at = 0
-    for part in block.parts:
-        for other in wanted.get(part.key, ()):
-            start, stop = max(part.start, other.start), min(part.stop, other.stop)
-            if start < stop:
-                yield _Overlap(part.key, start, stop, at + start - part.start)
-        at += part.stop - part.start
-
-
 def _read_whole(
-    sources: Sequence[_Source], first_key: int, described: TableDescription
+    sources: Sequence[_Source], shift: int, described: TableDescription
 ) -> tuple[list[Array], dict[str, Array]]:
     """Return tensors that are whole, each with the state that its server has kept for it."""
-    shift = described.first_key - first_key
     places: dict[int, tuple[_Source, str, str, int]] = {}
     for source in sources:
         count = 0
@@ -256,23 +198,7 @@ def _read_whole(
             for name in source.state:
                 if name.startswith(prefix):
                     key = name.removeprefix(prefix)
-                    state[f"{count}.{key}"] = source.array(STATE, name)
+                    state[f"{count}.{key}"] = source.array(REST, name)
             count += 1
         values.append(np.concatenate(tensors))
     return values, state
-
-
-def _read_rows(
-    sources: Sequence[_Source], server: int, servers: int
-) -> tuple[list[Array], dict[str, Array]]:
-    """Return the rows that a server keeps, of each of whose old servers all is read in turn."""
-    step = gcd(len(sources), servers)
-    shares = []
-    for source in sources:
-        if (source.server - server) % step:
-            continue  # It has none of the rows r with r mod `servers` == `server`.
-        ids, rows = source.array(VALUES, "0"), source.array(VALUES, "1")
-        state = {name: source.array(STATE, name) for name in source.state}
-        every = Share(rows=(ids, rows, state))
-        shares.append(every.part_for((), server, servers))
-    return Share.joined([], shares)

@@ -109,9 +109,8 @@ class ServerCheckpoints:
         lengths = {}
         for name, clock, is_whole, steps_before in body["tables"]:
             described = self._server.descriptions[name]
-            saved = self._server.tables[name].copy()
             about = about_table(described, is_whole=is_whole, steps=clock + steps_before)
-            flat = flatten(saved.values, saved.state)
+            flat = flatten(self._server.saved(name))
             self._to_write[name] = _Kept(about, described, flat)
             for dtype, row in flat.rows.items():
                 lengths[tensor_name(name, dtype)] = row.size

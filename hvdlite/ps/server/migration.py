@@ -17,21 +17,13 @@ from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Answer, Message
-from hvdlite.ps.layouts.blocks import Array, blocks_of
+from hvdlite.ps.layouts.blocks import blocks_of
 from hvdlite.ps.layouts.layout import Layout, Part
-from hvdlite.ps.layouts.shares import Share
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.description import TableDescription, describe_table
+from hvdlite.ps.tables.saved import SavedTable, join
 from hvdlite.ps.tables.table import Saved
-
-
-class _Coming(NamedTuple):
-    """What one server has sent of a table; `share` is None where it did not have the table."""
-
-    about: Mapping[str, Any] | None
-    saved: Saved | None
-    share: Share | None
 
 
 class _Plan(NamedTuple):
@@ -52,9 +44,9 @@ class Migration:
         self._tell, enrolment.standing = enrolment.tell, self.standing
         self._identity = 0
         self._plan: _Plan | None = None
-        self._takes: dict[int, dict[tuple[str, int], _Coming]] = {}  # Of each change.
+        self._takes: dict[int, dict[tuple[str, int], SavedTable]] = {}  # Of each change.
         self._deliveries: dict[int, _Delivery] = {}
-        self._staged: list[tuple[TableDescription, Saved]] | None = None
+        self._staged: list[SavedTable] | None = None
         self._has_told = False  # The scheduler what this server has, for the border.
         self._standing: object = None  # That the scheduler has been told last.
         server.set_handler("take", self._take)
@@ -161,50 +153,32 @@ class Migration:
         coming = self._takes.setdefault(self._identity, {})
         for name in plan.tables:
             if (name, self._number) not in coming and self._at_border(name, change["borders"]):
-                coming[name, self._number] = own = self._own(name)
+                coming[name, self._number] = own = self._server.saved(name)
                 for number, address, _ in servers:
                     if number != self._number and number < change["servers"]:
-                        self._send(plan, name, own, number, address, change["servers"])
+                        self._send(plan, own, number, address, change["servers"])
 
     def _at_border(self, name: str, borders: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
         border = dict(borders.get(name, ()))
-        if not border:
-            return True
         table = self._server.tables.get(name)
         if table is None or not table.begun:
             return False
         clocks = table.clocks
-        if clocks.mode.name == SYNC and table.version != max(border.values()):
+        if border and clocks.mode.name == SYNC and table.version != max(border.values()):
             return False
         return all(clocks.finished.get(worker) == step for worker, step in border.items())
 
-    def _own(self, name: str) -> _Coming:
-        table = self._server.tables.get(name)
-        if table is None or not table.begun:
-            return _Coming(None, None, None)
-        described = self._server.descriptions[name]
-        saved = table.copy()
-        share = Share.of(described.blocks, saved.values, saved.state, is_rows=bool(described.rows))
-        return _Coming(described.body, saved, share)
-
-    def _send(
-        self, plan: _Plan, name: str, own: _Coming, target: int, address: str, servers: int
-    ) -> None:
-        body: dict[str, Any] = {"change": self._identity, "source": self._number}
-        payloads: list[Array] = []
-        if own.share is not None and own.saved is not None:
-            first, count, _ = plan.tables[name]
-            ranges = [
-                (key, start, stop)
-                for key, start, stop, _, to in plan.moves
-                if to == target and first <= key < first + count
-            ]
-            words, payloads = own.share.part_for(ranges, target, servers).pack()
-            finished = sorted(own.saved.finished.items())
-            body |= {"about": own.about, "numbers": own.saved.numbers, "finished": finished}
-            body |= {"share": words, "version": own.saved.version}
-        raw = [memoryview(array.reshape(-1).view("u1").data) for array in payloads]
-        message = Message("take", 0, name, body=body, payloads=raw)
+    def _send(self, plan: _Plan, own: SavedTable, target: int, address: str, servers: int) -> None:
+        first, count, _ = plan.tables[own.described.name]
+        ranges = [
+            (key, start, stop)
+            for key, start, stop, _, to in plan.moves
+            if to == target and first <= key < first + count
+        ]
+        about, arrays = own.cut_for(ranges, target, servers).pack()
+        body = {"change": self._identity, "source": self._number, "about": about}
+        raw = [memoryview(array.reshape(-1).view("u1").data) for array in arrays]
+        message = Message("take", 0, own.described.name, body=body, payloads=raw)
         if target not in self._deliveries:
             self._deliveries[target] = _Delivery(self._client, self._number, address, self._token)
         delivery = self._deliveries[target]
@@ -213,14 +187,9 @@ class Migration:
     def _take(self, peer: bytes, message: Message) -> list[Answer]:
         """Keep what another server has sent."""
         body = message.body
-        coming = _Coming(None, None, None)
-        if "share" in body:
-            share = Share.unpack(body["share"], message.payloads)
-            finished = {int(worker): clock for worker, clock in body["finished"]}
-            saved = Saved([], {}, body["version"], finished, body["numbers"])
-            coming = _Coming(body["about"], saved, share)
+        saved = SavedTable.unpack(body["about"], message.payloads)
         place = (message.table, int(body["source"]))
-        self._takes.setdefault(int(body["change"]), {})[place] = coming
+        self._takes.setdefault(int(body["change"]), {})[place] = saved
         return [Answer(peer, Message("taken", message.request, message.table))]
 
     def _stage(self, plan: _Plan, change: Mapping[str, Any]) -> None:
@@ -230,42 +199,37 @@ class Migration:
         if self._number < change["servers"]:
             for name in plan.tables:
                 sources = [takes[name, number] for number in range(change["old_servers"])]
-                if all(source.share is not None for source in sources):
-                    self._staged.append(self._next_table(plan, change, name, sources))
-        for described, saved in self._staged:
-            self._server.save_next(described, saved)
+                self._staged.append(self._next_table(plan, change["servers"], name, sources))
+        for saved in self._staged:
+            self._server.save_next(saved)
         message = Message("ready", body={"change": self._identity})
         self._client.call(lambda: self._request(message, lambda _answer: None))
 
     def _next_table(
-        self, plan: _Plan, change: Mapping[str, Any], name: str, sources: Sequence[_Coming]
-    ) -> tuple[TableDescription, Saved]:
+        self, plan: _Plan, servers: int, name: str, sources: Sequence[SavedTable]
+    ) -> SavedTable:
         # What a server has itself counts before what others say.
         own = sources[self._number : self._number + 1]
-        ordered = [*own, *(source for source in sources if source not in own)]
+        ordered = [*own, *sources[: self._number], *sources[self._number + 1 :]]
         first, _, parts = plan.tables[name]
-        about = ordered[0].about
-        assert about is not None
-        old = TableDescription(name, about)
-        layout = Layout(tuple(parts), (), change["servers"])
-        rows = old.rows and replace(old.rows, server=self._number, servers=change["servers"])
+        old = ordered[0].described
+        layout = Layout(tuple(parts), (), servers)
+        rows = old.rows and replace(old.rows, server=self._number, servers=servers)
         blocks = [] if rows else blocks_of(old.specs, first, layout, self._number)
         body = describe_table(
             old.specs, blocks, old.mode, average=old.average, rows=rows, first_key=first
         )
         described = TableDescription(name, body)
-        shares = [source.share for source in ordered if source.share is not None]
-        if rows:
-            shares = [share.part_for((), self._number, change["servers"]) for share in shares]
-        values, state = Share.joined(blocks, shares)
-        every = [source.saved for source in ordered if source.saved is not None]
+        values, state = join(described, ordered)
         finished: dict[int, int] = {}
-        for saved in every:
-            for worker, clock in saved.finished.items():
+        for source in ordered:
+            for worker, clock in source.saved.finished.items():
                 finished[worker] = max(clock, finished.get(worker, 0))
-        version = every[0].version if own else max(saved.version for saved in every)
-        numbers = next((saved.numbers for saved in every if saved.numbers), [])
-        return described, Saved(values, state, version, finished, numbers)
+        versions = [source.saved.version for source in ordered]
+        version = versions[0] if own else max(versions)
+        numbers = next((source.saved.numbers for source in ordered if source.saved.numbers), [])
+        saved = Saved(values, state, version, finished, numbers)
+        return SavedTable(described, saved, self._server.layout + 1)
 
 
 class _Delivery:

@@ -13,10 +13,11 @@ from hvdlite.ps.connections.messages import REPLACES, Answer, Message
 from hvdlite.ps.connections.records import OFF, Records
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.server.priorities import by_priority
-from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
+from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_table import RowTable
-from hvdlite.ps.tables.table import Saved, Table, TableLostError
+from hvdlite.ps.tables.saved import SavedTable
+from hvdlite.ps.tables.table import Table, TableLostError
 from hvdlite.ps.tables.updater import Updater
 
 LOOK_SECONDS = 0.5
@@ -71,12 +72,9 @@ class Server:
         if snapshots is not None:
             snapshots.keep_only(layout)
         for snapshot in snapshots.newest(layout) if snapshots else ():
-            table = self._new_table(TableDescription(snapshot.table, snapshot.description))
-            table.restore(
-                snapshot.values, snapshot.state, snapshot.version, snapshot.finished,
-                snapshot.numbers,
-            )  # fmt: skip
-            self._saved[snapshot.table] = snapshot.version
+            table = self._new_table(snapshot.described)
+            table.restore(*snapshot.saved)
+            self._saved[table.name] = table.version
 
     def _new_table(self, described: TableDescription) -> Table:
         name = described.name
@@ -197,17 +195,14 @@ class Server:
         if not is_new and not self._snapshots.is_missing(name):
             return
         self._saved[name] = table.version
-        snapshot = self._snapshot(self.descriptions[name], table.copy(), self.layout)
         if self._every == 1:
-            self._snapshots.write(snapshot)
+            self._snapshots.write(self.saved(name))
         else:
-            self._snapshots.write_soon(snapshot)
+            self._snapshots.write_soon(self.saved(name))
 
-    @staticmethod
-    def _snapshot(described: TableDescription, saved: Saved, layout: int) -> Snapshot:
-        values, state, version, finished, numbers = saved
-        about = described.name, described.body
-        return Snapshot(*about, version, finished, values, state, numbers, layout)
+    def saved(self, name: str) -> SavedTable:
+        """Return a table as it is now."""
+        return SavedTable(self.descriptions[name], self.tables[name].copy(), self.layout)
 
     def replace(self, name: str, values: Sequence[Array], state: Mapping[str, Array]) -> None:
         """Let a table have other values and another state, on disk, too, where it has snapshots."""
@@ -221,17 +216,17 @@ class Server:
         """Let messages of a kind be answered by `handler`."""
         self._handlers[kind] = handler
 
-    def save_next(self, described: TableDescription, saved: Saved) -> None:
+    def save_next(self, saved: SavedTable) -> None:
         """Save a table as it is in the next layout, where snapshots are made."""
         if self._snapshots is not None:
-            self._snapshots.write(self._snapshot(described, saved, self.layout + 1))
+            self._snapshots.write(saved)
 
     def forget_next_snapshots(self) -> None:
         """Remove what `save_next` has saved: the next layout does not come."""
         if self._snapshots is not None:
             self._snapshots.keep_only(self.layout)
 
-    def switch(self, layout: int, tables: Sequence[tuple[TableDescription, Saved]]) -> None:
+    def switch(self, layout: int, tables: Sequence[SavedTable]) -> None:
         """Keep these tables from now on, and no others."""
         for table in self.tables.values():
             for answer in table.moved():
@@ -241,9 +236,9 @@ class Server:
         self.layout = layout
         if self._snapshots is not None:
             self._snapshots.keep_only(layout)
-        for described, saved in tables:
-            self._new_table(described).adopt(saved)
-            self._saved[described.name] = saved.version
+        for each in tables:
+            self._new_table(each.described).adopt(each.saved)
+            self._saved[each.described.name] = each.saved.version
 
     def set_workers(self, workers: Collection[int]) -> None:
         """Take part with these workers from now on, as the scheduler says."""
@@ -282,10 +277,7 @@ class Server:
         if snapshot is None:
             return table
         older = self._new_table(self.descriptions[table.name])
-        older.restore(
-            snapshot.values, snapshot.state, snapshot.version, snapshot.finished, snapshot.numbers,
-            goes_back=True,
-        )  # fmt: skip
+        older.restore(*snapshot.saved, goes_back=True)
         self._saved[table.name] = version
         return older
 

@@ -1,8 +1,8 @@
 """Snapshots of tables on disk: safetensors files, from which a server that returns goes on.
 
-A file has the blocks of values, the state of the updater, and as metadata the description of the
-table, its version and clocks. It is written beside the older ones, synchronized and then renamed,
-so that a server that dies in between leaves the older ones. Nothing is unpickled.
+A file has the arrays of a `SavedTable`, and as metadata what is to be said of it. It is written
+beside the older ones, synchronized and then renamed, so that a server that dies in between leaves
+the older ones. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import numpy as np
 
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.plain.logs import log
-from hvdlite.ps.layouts.blocks import Array, dtype_of
+from hvdlite.ps.tables.saved import SavedTable
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -41,20 +40,6 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0  # Before it is tried agai
 JOB_FILE = "job"  # In the folder of a server: the identity of the job.
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A table as it was between two updates. The arrays are copies."""
-
-    table: str
-    description: Mapping[str, Any]
-    version: int
-    finished: Mapping[int, int]
-    values: Sequence[Array]
-    state: Mapping[str, Array]
-    numbers: Sequence[Mapping[str, Any]] = ()  # Hyperparameters of the parameter groups.
-    layout: int = 1  # The version of the layout.
-
-
 class SnapshotFolder:
     """The snapshots of one server, below `directory`; the newest `KEPT` of each table are kept."""
 
@@ -64,7 +49,7 @@ class SnapshotFolder:
         self._path.mkdir(parents=True, exist_ok=True)
         for unfinished in self._path.glob("*/*.unfinished"):  # A predecessor was killed meanwhile.
             unfinished.unlink(missing_ok=True)
-        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[SavedTable | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()  # Nothing is being written.
         self._idle.set()
@@ -88,7 +73,7 @@ class SnapshotFolder:
             )
         mark.write_text(job)
 
-    def write(self, snapshot: Snapshot) -> None:
+    def write(self, snapshot: SavedTable) -> None:
         """Write a snapshot; it is on disk when this returns.
 
         What fails is tried again, since descriptors and space may come back, and said. Raises
@@ -107,15 +92,17 @@ class SnapshotFolder:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _why(self, snapshot: Snapshot, error: OSError) -> str:
-        target = self._path / quote(snapshot.table, safe="")
-        target /= _name_of(snapshot.layout, snapshot.version)
-        return f"server {self._server} cannot write the snapshot {target}: {error}"
+    def _why(self, snapshot: SavedTable, error: OSError) -> str:
+        return f"server {self._server} cannot write the snapshot {self._target(snapshot)}: {error}"
 
-    def _write_once(self, snapshot: Snapshot) -> None:
-        folder = self._path / quote(snapshot.table, safe="")
+    def _target(self, snapshot: SavedTable) -> Path:
+        folder = self._path / quote(snapshot.described.name, safe="")
+        return folder / _name_of(snapshot.layout, snapshot.saved.version)
+
+    def _write_once(self, snapshot: SavedTable) -> None:
+        target = self._target(snapshot)
+        folder = target.parent
         folder.mkdir(exist_ok=True)
-        target = folder / _name_of(snapshot.layout, snapshot.version)
         temporary = target.with_suffix(".unfinished")
         with open(temporary, "wb") as file:
             for piece in _pieces_of(snapshot):
@@ -127,7 +114,7 @@ class SnapshotFolder:
         for old in sorted(folder.glob(f"{snapshot.layout:06}-*{SUFFIX}"))[:-KEPT]:
             old.unlink(missing_ok=True)  # The other thread that writes may have done so.
 
-    def write_soon(self, snapshot: Snapshot) -> None:
+    def write_soon(self, snapshot: SavedTable) -> None:
         """Write a snapshot in a thread; one that fails is said, and is missing (`is_missing`).
 
         One that is still being written is awaited: then the newest is never older than two.
@@ -143,10 +130,11 @@ class SnapshotFolder:
         while (snapshot := self._queue.get()) is not None:
             try:
                 self._write_once(snapshot)
-                self._missing.pop(snapshot.table, None)
+                self._missing.pop(snapshot.described.name, None)
             except OSError as error:
                 log.warning("%s; it is tried again", self._why(snapshot, error))
-                self._missing[snapshot.table] = time.monotonic() + LONGEST_PAUSE_SECONDS
+                again = time.monotonic() + LONGEST_PAUSE_SECONDS
+                self._missing[snapshot.described.name] = again
             self._idle.set()
 
     def is_missing(self, table: str) -> bool:
@@ -160,7 +148,7 @@ class SnapshotFolder:
             if not file.name.startswith(f"{layout:06}-"):
                 file.unlink()
 
-    def newest(self, layout: int = 1) -> list[Snapshot]:
+    def newest(self, layout: int = 1) -> list[SavedTable]:
         """Return the newest snapshot of each table in a layout.
 
         Raises HorovodInternalError for one that is damaged.
@@ -169,10 +157,10 @@ class SnapshotFolder:
         for folder in sorted(path for path in self._path.iterdir() if path.is_dir()):
             files = sorted(folder.glob(f"{layout:06}-*{SUFFIX}"))
             if files:
-                found.append(self._read(unquote(folder.name), files[-1]))
+                found.append(self._read(files[-1]))
         return found
 
-    def go_back(self, table: str, version: int, layout: int) -> Snapshot | None:
+    def go_back(self, table: str, version: int, layout: int) -> SavedTable | None:
         """Return the snapshot of a version, if there is one, and remove all that are newer."""
         self._idle.wait()
         folder = self._path / quote(table, safe="")
@@ -180,39 +168,22 @@ class SnapshotFolder:
         wanted = folder / _name_of(layout, version)
         if wanted not in files:
             return None
-        snapshot = self._read(table, wanted)
+        snapshot = self._read(wanted)
         for newer in files[files.index(wanted) + 1 :]:
             newer.unlink()
         return snapshot
 
-    def _read(self, table: str, path: Path) -> Snapshot:
+    def _read(self, path: Path) -> SavedTable:
         try:
             with safe_open(path, framework="numpy") as file:
                 about = json.loads(file.metadata()["about"])
-                arrays = [self._array(file, *words) for words in about["arrays"]]
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+                sums = enumerate(about["checksums"])
+                return SavedTable.unpack(about, [_raw(file, str(n), each) for n, each in sums])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, ProtocolError) as error:
             raise HorovodInternalError(
                 f"the snapshot {path} of server {self._server} cannot be read: {error}. Remove it, "
                 "and the one before it is used"
             ) from error
-        count = about["blocks"]
-        return Snapshot(
-            table,
-            about["description"],
-            about["version"],
-            {int(worker): clock for worker, clock in about["finished"].items()},
-            arrays[:count],
-            dict(zip(about["state"], arrays[count:], strict=True)),
-            about["numbers"],
-            about["layout"],
-        )
-
-    @staticmethod
-    def _array(file: Any, key: str, dtype: str, shape: list[int], checksum: int) -> Array:
-        raw = file.get_tensor(key)
-        if zlib.crc32(raw) != checksum:
-            raise ValueError(f"{key} does not have its checksum")
-        return np.frombuffer(bytearray(raw), dtype_of(dtype)).reshape(shape)
 
     def close(self) -> None:
         """Wait until everything is on disk."""
@@ -226,27 +197,21 @@ def _name_of(layout: int, version: int) -> str:
     return f"{layout:06}-{version:012}{SUFFIX}"
 
 
-def _pieces_of(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
+def _raw(file: Any, key: str, checksum: int) -> bytearray:
+    raw = file.get_tensor(key)
+    if zlib.crc32(raw) != checksum:
+        raise ValueError(f"{key} does not have its checksum")
+    return bytearray(raw)
+
+
+def _pieces_of(snapshot: SavedTable) -> Iterator[bytes | memoryview]:
     """Yield a file of safetensors piece by piece, without a copy: servers go on meanwhile.
 
     safetensors' own writer copies the arrays, for which it holds Python's lock.
     """
-    arrays = [np.ascontiguousarray(each) for each in (*snapshot.values, *snapshot.state.values())]
+    about, arrays = snapshot.pack()
     raws = [array.reshape(-1).view(np.uint8).data for array in arrays]
-    shapes = [each.shape for each in (*snapshot.values, *snapshot.state.values())]
-    about = {
-        "description": snapshot.description,
-        "version": snapshot.version,
-        "finished": snapshot.finished,
-        "blocks": len(snapshot.values),
-        "state": list(snapshot.state),
-        "numbers": snapshot.numbers,
-        "layout": snapshot.layout,
-        "arrays": [
-            [str(number), array.dtype.name, shape, zlib.crc32(raw)]
-            for number, (array, raw, shape) in enumerate(zip(arrays, raws, shapes, strict=True))
-        ],
-    }
+    about["checksums"] = [*map(zlib.crc32, raws)]
     header: dict[str, Any] = {"__metadata__": {"about": json.dumps(about)}}
     start = 0
     for number, raw in enumerate(raws):

@@ -36,6 +36,10 @@ class TableDescription:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"the table {name!r} is described wrongly: {error}") from error
 
+    def with_blocks(self, blocks: Sequence[Block]) -> TableDescription:
+        """Return the description of the same table with other blocks."""
+        return TableDescription(self.name, {**self.body, "blocks": _words_of(blocks)})
+
 
 def describe_table(
     specs: Sequence[TensorSpec], blocks: Sequence[Block], mode: Mode, *, average: bool,
@@ -50,12 +54,16 @@ def describe_table(
         "staleness": mode.staleness,
         "scale": mode.scale,
         "average": average,
-        "blocks": [
-            [
-                block.dtype,
-                block.group,
-                [[part.key, part.start, part.stop, part.server] for part in block.parts],
-            ]
-            for block in blocks
-        ],
+        "blocks": _words_of(blocks),
     }
+
+
+def _words_of(blocks: Sequence[Block]) -> list[list[Any]]:
+    return [
+        [
+            block.dtype,
+            block.group,
+            [[part.key, part.start, part.stop, part.server] for part in block.parts],
+        ]
+        for block in blocks
+    ]

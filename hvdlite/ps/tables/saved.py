@@ -1,0 +1,253 @@
+"""The saved form of a table, which snapshots, checkpoints and servers that hand tables over share.
+
+A server has blocks of a table (see `Block`) with their values, and what its updater keeps for them:
+slots, which have a number for each element of a block, such as momenta, and the rest, such as a
+count of steps. Names of the state are ``BLOCK.NAME`` or ``BLOCK``. Of a table of rows, the values
+are the ids and the rows, and a slot has something for each row.
+
+`SavedTable.pack` is the one writer of this form, `SavedTable.unpack` the one reader. `join` makes
+of what servers of one layout have saved what a server of another layout is to keep.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdlite.ps.layouts.blocks import Array, Block, dtype_of
+from hvdlite.ps.layouts.layout import Part
+from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.table import Saved
+
+VALUES, SLOT, REST = "values", "slot", "rest"
+
+
+class Source(Protocol):
+    """What one server has saved, wherever it lies; `state` says of each name what it is."""
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks of the server."""
+
+    @property
+    def state(self) -> Mapping[str, str]:
+        """SLOT or REST of each name."""
+
+    def array(self, word: str, name: str) -> Array:
+        """Return the array of a name; that of VALUES is the number of the block."""
+
+    def cut(self, word: str, name: str, start: int, stop: int) -> Array:
+        """Return some elements of an array, flat."""
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """A table of one server between two updates, in memory. The arrays are never changed."""
+
+    described: TableDescription
+    saved: Saved
+    layout: int = 1  # The version of the layout.
+    kinds: Mapping[str, str] | None = None  # SLOT or REST of each name; None: by the shapes.
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """See `Source`."""
+        return self.described.blocks
+
+    @cached_property
+    def state(self) -> Mapping[str, str]:
+        """See `Source`."""
+        if self.kinds is not None:
+            return self.kinds
+        found = {}
+        for name, array in self.saved.state.items():
+            if self.described.rows is not None:
+                is_slot = array.shape[:1] == self.saved.values[0].shape
+            else:
+                number = int(name.partition(".")[0])
+                is_slot = number < len(self.blocks) and array.shape == (self.blocks[number].size,)
+            found[name] = SLOT if is_slot else REST
+        return found
+
+    def array(self, word: str, name: str) -> Array:
+        """See `Source`."""
+        return self.saved.values[int(name)] if word == VALUES else self.saved.state[name]
+
+    def cut(self, word: str, name: str, start: int, stop: int) -> Array:
+        """See `Source`."""
+        return self.array(word, name)[start:stop]
+
+    def pack(self) -> tuple[dict[str, Any], list[Array]]:
+        """Return what is to be said of the table, as JSON and msgpack can hold it, and arrays."""
+        named = [(VALUES, str(number), array) for number, array in enumerate(self.saved.values)]
+        named += [(self.state[name], name, array) for name, array in self.saved.state.items()]
+        about = {
+            "table": self.described.name,
+            "description": self.described.body,
+            "layout": self.layout,
+            "version": self.saved.version,
+            "finished": sorted(self.saved.finished.items()),
+            "numbers": list(self.saved.numbers),
+            "arrays": [[*words, array.dtype.name, list(array.shape)] for *words, array in named],
+        }
+        return about, [np.ascontiguousarray(array) for *_, array in named]
+
+    @classmethod
+    def unpack(cls, about: Mapping[str, Any], raws: Iterable[Any]) -> SavedTable:
+        """Return what `pack` has said, with the bytes of the arrays; ValueError: it cannot be."""
+        values: list[Array] = []
+        state: dict[str, Array] = {}
+        kinds: dict[str, str] = {}
+        for (word, name, dtype, shape), raw in zip(about["arrays"], raws, strict=True):
+            array = np.frombuffer(raw, dtype_of(dtype)).reshape(shape)
+            if word == VALUES:
+                values.append(array)
+            else:
+                state[name], kinds[name] = array, word
+        described = TableDescription(about["table"], about["description"])
+        finished = {int(worker): int(clock) for worker, clock in about["finished"]}
+        saved = Saved(values, state, about["version"], finished, about["numbers"])
+        return cls(described, saved, about["layout"], kinds)
+
+    def cut_for(
+        self, ranges: Iterable[tuple[int, int, int]], server: int, servers: int
+    ) -> SavedTable:
+        """Return what is within ranges (key, start, stop); of rows, what `server` keeps."""
+        if self.described.rows is not None:
+            ids, rows, state = _rows_for(self, server, servers)
+            return replace(
+                self, saved=self.saved._replace(values=[ids, rows], state=state), kinds=self.state
+            )
+        by_key: dict[int, list[tuple[int, int]]] = {}
+        for key, start, stop in ranges:
+            by_key.setdefault(key, []).append((start, stop))
+        blocks: list[Block] = []
+        values: list[Array] = []
+        state = dict(self.saved.state)
+        for number, block in enumerate(self.blocks):
+            parts, places = [], []
+            for key, start, stop, at, _ in block.places:
+                for low, high in by_key.get(key, ()):
+                    first, last = max(start, low), min(stop, high)
+                    if first < last:
+                        parts.append(Part(key, first, last, server))
+                        places.append(slice(at + first - start, at + last - start))
+            blocks.append(replace(block, parts=tuple(parts)))
+            values.append(_picked(self.saved.values[number], places))
+            for name in _names_of(self, number):
+                if self.state[name] == SLOT:
+                    state[name] = _picked(state[name], places)
+        described = self.described.with_blocks(blocks)
+        saved = self.saved._replace(values=values, state=state)
+        return replace(self, described=described, saved=saved, kinds=self.state)
+
+
+def _picked(array: Array, places: Sequence[slice]) -> Array:
+    return np.concatenate([array[place] for place in places]) if places else array[:0]
+
+
+def _names_of(source: Source, number: int) -> dict[str, str]:
+    """Return the names in the state of a block, and what they are without the block."""
+    split = {name: name.partition(".") for name in source.state}
+    return {name: own for name, (block, _, own) in split.items() if block == str(number)}
+
+
+def join(
+    described: TableDescription, sources: Sequence[Source], shift: int = 0
+) -> tuple[list[Array], dict[str, Array]]:
+    """Return the values and the state that a server is to keep. The first sources count most.
+
+    `shift` is how much higher the keys are than those of the sources. Raises ValueError where
+    something is missing.
+    """
+    if described.rows is not None:
+        return _join_rows(sources, described.rows.server, described.rows.servers)
+    joining = _Joining(described.blocks, shift)
+    for source in sources:
+        for number in range(len(source.blocks)):
+            joining.add(source, number)
+    for block, count in zip(described.blocks, joining.filled, strict=True):
+        if count != block.size:
+            raise ValueError(f"{count} of {block.size} elements of a block have come")
+    return joining.values, joining.state
+
+
+class _Joining:
+    """Blocks that are filled with what others have saved."""
+
+    def __init__(self, blocks: Sequence[Block], shift: int) -> None:
+        self._blocks = blocks
+        self.values = [block.new() for block in blocks]
+        self.state: dict[str, Array] = {}
+        self.filled = [0] * len(blocks)
+        # Key -> the first and the last element of each part, its block, and where it is in it.
+        self._wanted: dict[int, list[tuple[int, int, int, int]]] = {}
+        for number, block in enumerate(blocks):
+            for key, start, stop, at, _ in block.places:
+                self._wanted.setdefault(key - shift, []).append((start, stop, number, at))
+
+    def add(self, source: Source, own: int) -> None:
+        """Take what is wanted of a block of a source."""
+        block, names = source.blocks[own], _names_of(source, own)
+        slots = {name: word for name, word in names.items() if source.state[name] == SLOT}
+        for key, start, stop, at, _ in block.places:
+            for low, high, number, to in self._wanted.get(key, ()):
+                first, last = max(start, low), min(stop, high)
+                if first >= last:
+                    continue
+                here = at + first - start, at + last - start
+                there = slice(to + first - low, to + last - low)
+                self.values[number][there] = source.cut(VALUES, str(own), *here)
+                self.filled[number] += last - first
+                for name, word in slots.items():
+                    array = source.cut(SLOT, name, *here)
+                    if (known := _name(number, word)) not in self.state:
+                        self.state[known] = np.zeros(self._blocks[number].size, array.dtype)
+                    self.state[known][there] = array
+        for name in names.keys() - slots.keys():
+            for number, other in enumerate(self._blocks):
+                known = _name(number, names[name])
+                alike = (other.dtype, other.group) == (block.dtype, block.group)
+                if alike and known not in self.state:  # Each block changes its own.
+                    self.state[known] = source.array(REST, name).copy()
+
+
+def _name(block: int, own: str) -> str:
+    return f"{block}.{own}".rstrip(".")
+
+
+def _rows_for(source: Source, server: int, servers: int) -> tuple[Array, Array, dict[str, Array]]:
+    """Return ids, rows and state of what a server keeps of a source."""
+    ids = source.array(VALUES, "0")
+    chosen = ids % servers == server
+    state = {name: source.array(kind, name) for name, kind in source.state.items()}
+    state = {n: a[chosen] if source.state[n] == SLOT else a for n, a in state.items()}
+    return ids[chosen], source.array(VALUES, "1")[chosen], state
+
+
+def _join_rows(
+    sources: Sequence[Source], server: int, servers: int
+) -> tuple[list[Array], dict[str, Array]]:
+    shares = [_rows_for(source, server, servers) for source in sources]
+    kinds = {name: kind for source in reversed(sources) for name, kind in source.state.items()}
+    state: dict[str, Array] = {}
+    for name, kind in kinds.items():
+        known = next(own[name] for *_, own in shares if name in own)
+        if kind == REST:
+            state[name] = known
+            continue
+        missing = np.zeros((1, *known.shape[1:]), known.dtype)
+        state[name] = np.concatenate(
+            [
+                own[name] if name in own else np.repeat(missing, len(ids), 0)
+                for ids, _, own in shares
+            ]
+        )
+    ids, rows = (np.concatenate([share[at] for share in shares]) for at in (0, 1))
+    return [ids, rows], state
