@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hvdlite.launcher.elastic.discovery import HostDiscovery
-
-SECONDS = 1.0  # The time between two looks at the nodes.
 
 
 class RayHostDiscovery(HostDiscovery):
@@ -52,37 +49,3 @@ class RayHostDiscovery(HostDiscovery):
     def _room(self, resources: Mapping[str, float]) -> int:
         rooms = [resources.get(name, 0) // each for name, each in self._wanted.items() if each]
         return int(min(rooms, default=0))
-
-
-class DiscoveryThread:
-    """Asks for the hosts again and again, on a thread of its own, and tells of each change."""
-
-    def __init__(
-        self,
-        find: Callable[[], Mapping[str, int]],
-        discovered: Callable[[dict[str, int]], None],
-        failed: Callable[[str], None],
-    ) -> None:
-        self._find, self._discovered, self._failed = find, discovered, failed
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hvdlite-discovery", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        last: list[tuple[str, int]] | None = None
-        while not self._ended.is_set():
-            try:
-                found = dict(self._find())
-            except Exception as error:
-                last = None
-                self._failed(f"{type(error).__name__}: {error}")
-            else:
-                if list(found.items()) != last:
-                    last = list(found.items())
-                    self._discovered(found)
-            self._ended.wait(SECONDS)
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._ended.set()
-        self._thread.join(SECONDS)

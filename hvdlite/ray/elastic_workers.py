@@ -1,22 +1,37 @@
-"""What an elastic `RayExecutor` does: each call is an elastic job with actors of its own."""
+"""What an elastic `RayExecutor` does: each call is an elastic job with actors of its own.
+
+Each worker is an actor on the node that is its host.
+"""
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from hvdlite.launcher.decisions.commands import ElasticPlan, Finish
+from hvdlite.launcher.decisions.commands import ElasticPlan, Finish, StartWorker
+from hvdlite.launcher.elastic.direct_job import DirectJob
 from hvdlite.launcher.elastic.discovery import HostDiscovery
-from hvdlite.ray.answers import LOOK_SECONDS, call_back
+from hvdlite.launcher.processes.error_text import shorten
+from hvdlite.launcher.worker import Raised
 from hvdlite.ray.discovery import RayHostDiscovery
-from hvdlite.ray.elastic_job import ElasticRayJob
-from hvdlite.ray.placement import Workers
-from hvdlite.ray.worker import Call
+from hvdlite.ray.fixed_workers import (
+    LOOK_SECONDS,
+    NOT_STARTED,
+    Callbacks,
+    Workers,
+    call_back,
+    log_queue,
+)
+from hvdlite.ray.worker import BaseHorovodWorker, Call, Outcome
 
-Callbacks = Sequence[Callable[[Any], Any]]
+DISCOVERY_SECONDS = 1.0  # The time between two looks at the nodes.
 INTERRUPTED_CODE = 130
+KILLED_CODE = 137  # Of an actor that has died: nobody tells by what.
 
 
 @dataclass
@@ -54,16 +69,19 @@ class ElasticWorkers:
     def run(self, function: Callable[[Any], Any], callbacks: Callbacks = ()) -> list[Any]:
         """Run ``function(executable)`` as an elastic job; return the results in rank order."""
         if self._call is None:
-            raise RuntimeError("this RayExecutor has no workers: call start() before")
-        if not callbacks:
-            return self._run(self._call._replace(function=function), None, ())
-        from ray.util.queue import Queue
-
-        queue = Queue(actor_options={"num_cpus": 0})
-        try:
+            raise RuntimeError(NOT_STARTED)
+        with log_queue(callbacks) as queue:
             return self._run(self._call._replace(function=function), queue, callbacks)
-        finally:
-            queue.shutdown(force=True)
+
+    def run_remote(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Return Ray's references to the results, when the job has ended."""
+        import ray
+
+        return [ray.put(result) for result in self.run(function)]
+
+    def run_single(self, function: Callable[[Any], Any]) -> Any:
+        """Raise `ValueError`: nobody is rank 0 for long."""
+        raise ValueError("execute_single: the ranks of an elastic job change; use execute()")
 
     def _run(self, call: Call, queue: Any, callbacks: Callbacks) -> list[Any]:
         import ray
@@ -86,25 +104,152 @@ class ElasticWorkers:
 
 def _drive(job: ElasticRayJob, look: Callable[[], None]) -> Finish:
     """Run the job in a thread, and call `look` meanwhile and at its end; return how it ended."""
-    ends: list[Finish] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
+    with ThreadPoolExecutor(1, "hvdlite-driver") as thread:
+        end = thread.submit(job.run)
         try:
-            ends.append(job.run())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="hvdlite-driver")
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(LOOK_SECONDS)
-            look()
-    finally:  # Ctrl-C, and errors of callbacks, end the job.
-        job.stop(INTERRUPTED_CODE, "the call was interrupted")
-        thread.join()
-    if errors:
-        raise errors[0]
+            while wait([end], LOOK_SECONDS).not_done:
+                look()
+        finally:  # Ctrl-C, and errors of callbacks, end the job.
+            job.stop(INTERRUPTED_CODE, "the call was interrupted")
+    finish = end.result()
     look()
-    return ends[0]
+    return finish
+
+
+class ElasticRayJob(DirectJob):
+    """Runs the call of `call`, a reference, in actors with `variables` that take `wanted` each.
+
+    Actors log to `queue`, where there is one. `start_seconds` is how long Ray may take to find room
+    for an actor, and the actor to come to `init`.
+    """
+
+    def __init__(
+        self,
+        plan: ElasticPlan,
+        wanted: Workers,
+        discovery: HostDiscovery,
+        call: Any,
+        *,
+        variables: dict[str, str],
+        queue: Any,
+        start_seconds: float,
+    ) -> None:
+        import ray
+
+        super().__init__(plan, ray.util.get_node_ip_address(), start_seconds)
+        self._wanted, self._call, self._variables, self._queue = wanted, call, variables, queue
+        self._nodes = RayHostDiscovery()  # Knows which node a host is.
+        if isinstance(discovery, RayHostDiscovery):
+            self._nodes = discovery
+        self._actors: dict[int, Any] = {}  # Of all workers, until they are killed.
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._discover, args=[discovery], name="hvdlite-discovery", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """See `DirectJob.close`."""
+        self._over.set()
+        self._thread.join(DISCOVERY_SECONDS)
+        super().close()
+
+    def _discover(self, discovery: HostDiscovery) -> None:
+        """Ask for the hosts again and again, and tell the driver of each change."""
+        last: list[tuple[str, int]] | None = None
+        while not self._over.is_set():
+            try:
+                found = dict(discovery.find_available_hosts_and_slots())
+            except Exception as error:
+                last = None
+                text = f"{type(error).__name__}: {error}"
+                self.post(partial(self._tell, self.driver.discovery_failed, text))
+            else:
+                if list(found.items()) != last:
+                    last = list(found.items())
+                    self.post(partial(self._tell, self.driver.discovered, found))
+            self._over.wait(DISCOVERY_SECONDS)
+
+    def _tell(self, event: Callable[[Any, float], None], value: Any) -> None:
+        event(value, self.now())
+
+    # -- actors
+
+    def start_process(self, worker: StartWorker, variables: dict[str, str]) -> None:
+        """See `DirectJob.start_process`."""
+        number, node = worker.number, self._node(worker.host)
+        if node is None:
+            self.ended(number, 1, f"no alive node of Ray has the address {worker.host}")
+            return
+        actor = self._actor(node)
+        self._actors[number] = actor
+        gpus = (worker.place["LOCAL_RANK"], int(node["Resources"].get("GPU", 0)))
+        answer = actor.run_elastic.remote(
+            self._variables | variables,
+            gpus if self._wanted.gpus else None,
+            self._call,
+            self._queue,
+        )
+        answer.future().add_done_callback(self._when_done(number))
+
+    def _node(self, host: str) -> Any:
+        if host not in self._nodes.nodes:
+            self._nodes.look()
+        return self._nodes.nodes.get(host)
+
+    def _actor(self, node: Any) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        return (
+            ray.remote(BaseHorovodWorker)
+            .options(
+                num_cpus=self._wanted.cpus,
+                num_gpus=self._wanted.gpus,
+                scheduling_strategy=strategy,
+            )
+            .remote()
+        )
+
+    def _when_done(self, number: int) -> Callable[[Any], None]:
+        return lambda future: self.post(lambda: self._take_answer(number, future))
+
+    def _take_answer(self, number: int, future: Any) -> None:
+        import ray
+
+        try:
+            outcome: Outcome = future.result()
+        except ray.exceptions.RayActorError as error:
+            # What follows the first sentence is pages of advice for operators of the cluster.
+            reason = str(error).strip().rpartition("\n")[2].partition(". ")[0]
+            self.ended(number, KILLED_CODE, f"its Ray actor has died: {reason}", by_signal=True)
+        except Exception as error:  # Its result cannot be sent, for example.
+            self.raised[number] = Raised(error, str(error), False, 0.0)
+            self.ended(number, 1, shorten(f"{type(error).__name__}: {error}"))
+        else:
+            self._take_outcome(number, outcome)
+
+    def _take_outcome(self, number: int, outcome: Outcome) -> None:
+        cause = None
+        if outcome.raised is not None:
+            self.raised[number] = pickle.loads(outcome.raised)
+            cause = shorten(self.raised[number].text.rstrip().rpartition("\n")[2])
+        else:
+            self.results[number] = outcome.result
+        if not outcome.returned:  # One that has returned may still be needed by the other ranks.
+            self.end_process(number, kill=True)  # Its actor would keep its cores from the next.
+        self.ended(number, outcome.code, cause)
+
+    def end_process(self, number: int, kill: bool) -> None:
+        """See `DirectJob.end_process`: Ray knows no other end of an actor than its death."""
+        import ray
+
+        actor = self._actors.pop(number, None)
+        if actor is not None:
+            ray.kill(actor)
+
+    def end_all(self) -> None:
+        """See `DirectJob.end_all`."""
+        for number in list(self._actors):
+            self.end_process(number, kill=True)

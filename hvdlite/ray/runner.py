@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from hvdlite.common.meeting.placement import new_secret, order_by_host, rank_variables
 from hvdlite.launcher.elastic.direct_job import make_plan
 from hvdlite.launcher.elastic.discovery import HostDiscovery
 from hvdlite.missing_names import with_remedy
-from hvdlite.ray.answers import collect
 from hvdlite.ray.elastic_workers import ElasticWorkers
-from hvdlite.ray.placement import Placement, Workers, place
-from hvdlite.ray.worker import BaseHorovodWorker, Place
+from hvdlite.ray.fixed_workers import FixedWorkers, Workers
 
 T = TypeVar("T")
 
@@ -96,8 +93,6 @@ class RayExecutor:
         if gpus_per_worker is not None and gpus_per_worker < 1:
             raise ValueError(f"gpus_per_worker={gpus_per_worker}: it must be at least 1")
         self.settings = settings or Settings()
-        self.workers: list[Any] = []  # handles of the actors, in the order of their ranks
-        self._use_current = use_current_placement_group
         if min_workers is None:
             _check_not_elastic(max_workers, reset_limit, cooldown_range)
         self._wanted = Workers(
@@ -108,9 +103,12 @@ class RayExecutor:
             cpus_per_worker,
             (gpus_per_worker or 1) if use_gpu else 0,
         )
-        self._placement: Placement | None = None
-        self._elastic: ElasticWorkers | None = None
+        self._workers: FixedWorkers | ElasticWorkers
+        variables, limit = self.settings.variables(), self.settings.placement_group_timeout_s
         if min_workers is None:
+            self._workers = FixedWorkers(
+                self._wanted, use_current_placement_group, variables, limit
+            )
             return
         if num_workers is not None or num_hosts is not None:
             raise ValueError(
@@ -126,13 +124,13 @@ class RayExecutor:
         )
         if not override_discovery and self.settings.discovery is None:
             raise ValueError("override_discovery=False needs settings.discovery, to find the hosts")
-        self._elastic = ElasticWorkers(
-            plan,
-            self._wanted,
-            None if override_discovery else self.settings.discovery,
-            self.settings.variables(),
-            self.settings.placement_group_timeout_s,
-        )
+        discovery = None if override_discovery else self.settings.discovery
+        self._workers = ElasticWorkers(plan, self._wanted, discovery, variables, limit)
+
+    @property
+    def workers(self) -> list[Any]:
+        """Handles of the actors, in the order of their ranks; none outside of elastic calls."""
+        return self._workers.actors if isinstance(self._workers, FixedWorkers) else []
 
     @property
     def num_workers(self) -> int:
@@ -152,75 +150,14 @@ class RayExecutor:
         each call, and end with it. Raises `TimeoutError` where Ray has no room
         for them, and what `executable_cls` raises; nothing stays behind then.
         """
-        if self.workers or (self._elastic is not None and self._elastic.started):
+        if self._workers.started:
             raise RuntimeError("this RayExecutor has been started: call shutdown() before start()")
         try:
             import ray  # noqa: F401
         except ModuleNotFoundError as error:
             raise with_remedy(error, "ray", "pip install 'hvdlite[ray]'") from None
         args, kwargs = executable_args or (), executable_kwargs or {}
-        if self._elastic is not None:
-            self._elastic.start(executable_cls, args, kwargs, extra_env_vars or {})
-            return
-        try:
-            self._start_workers(extra_env_vars or {})
-            if executable_cls is not None:
-                collect(
-                    [w.start_executable.remote(executable_cls, args, kwargs) for w in self.workers]
-                )
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def _start_workers(self, extra_env_vars: Mapping[str, Any]) -> None:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        limit = self.settings.placement_group_timeout_s
-        self._placement = place(self._wanted, self._use_current, limit)
-        actor = ray.remote(BaseHorovodWorker)
-        for bundle in self._placement.bundles:
-            strategy = PlacementGroupSchedulingStrategy(
-                self._placement.group, placement_group_bundle_index=bundle
-            )
-            options = actor.options(
-                num_cpus=self._wanted.cpus,
-                num_gpus=self._wanted.gpus,
-                scheduling_strategy=strategy,
-            )
-            self.workers.append(options.remote())
-        places = self._places(limit)
-        order = order_by_host([place.host for place in places])
-        self.workers = [self.workers[index] for index in order]
-        self._tell_ranks([places[index] for index in order], extra_env_vars)
-
-    def _places(self, limit: float) -> list[Place]:
-        import ray
-
-        asked = [worker.place.remote() for worker in self.workers]
-        _, late = ray.wait(asked, num_returns=len(asked), timeout=limit)
-        if late:
-            raise TimeoutError(
-                f"{len(late)} of {len(asked)} workers have not started in {limit:g} s: available "
-                f"are {ray.available_resources()}, each worker takes {self._wanted.resources(1)}"
-            )
-        places: list[Place] = collect(asked)
-        return places
-
-    def _tell_ranks(self, places: Sequence[Place], extra_env_vars: Mapping[str, Any]) -> None:
-        secret = new_secret()
-        address = collect([self.workers[0].serve.remote(len(places), secret)])[0]
-        ranks = rank_variables([place.host for place in places], address, secret)
-        told = []
-        for worker, me, variables in zip(self.workers, places, ranks, strict=True):
-            gpus = [gpu for place in places if place.host == me.host for gpu in place.gpus]
-            seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-            told.append(
-                worker.update_env_vars.remote(
-                    self.settings.variables() | seen | dict(extra_env_vars) | variables
-                )
-            )
-        collect(told)
+        self._workers.start(executable_cls, args, kwargs, extra_env_vars or {})
 
     def run(
         self,
@@ -241,18 +178,7 @@ class RayExecutor:
         raised: the exception of a worker, or `HorovodInternalError` that says why it cannot go on.
         No worker runs any more then.
         """
-        if self._elastic is not None:
-            call = partial(fn, *(args or ()), **(kwargs or {}))
-            return self._elastic.run(lambda _: call(), callbacks or ())
-        if not callbacks:
-            return collect(self.run_remote(fn, args, kwargs))
-        from ray.util.queue import Queue
-
-        queue = Queue(actor_options={"num_cpus": 0})
-        try:
-            return collect(self._run(fn, args, kwargs, queue), queue, callbacks)
-        finally:
-            queue.shutdown(force=True)
+        return self._workers.run(_call(fn, args, kwargs), callbacks or ())
 
     def run_remote(
         self,
@@ -264,56 +190,28 @@ class RayExecutor:
 
         An elastic job has ended when this returns: how many results there are shows only then.
         """
-        if self._elastic is not None:
-            import ray
-
-            return [ray.put(result) for result in self.run(fn, args, kwargs)]
-        return self._run(fn, args, kwargs, None)
-
-    def _run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        queue: Any,
-    ) -> list[Any]:
-        queues = [queue] + [None] * (self.num_workers - 1)
-        return [
-            worker.run.remote(fn, args or (), kwargs or {}, own)
-            for worker, own in zip(self._started(), queues, strict=True)
-        ]
+        return self._workers.run_remote(_call(fn, args, kwargs))
 
     def execute(self, fn: Callable[[Any], T]) -> list[T]:
         """Run ``fn(executable)`` on all ranks; returns the results in rank order, as `run` does."""
-        if self._elastic is not None:
-            return self._elastic.run(fn)
-        return collect([worker.execute.remote(fn) for worker in self._started()])
+        return self._workers.run(fn)
 
     def execute_single(self, fn: Callable[[Any], T]) -> T:
         """Return ``fn(executable)`` of rank 0. Raises `ValueError` where the job is elastic."""
-        if self._elastic is not None:
-            raise ValueError("execute_single: the ranks of an elastic job change; use execute()")
-        answer: T = collect([self._started()[0].execute.remote(fn)])[0]
+        answer: T = self._workers.run_single(fn)
         return answer
-
-    def _started(self) -> list[Any]:
-        if not self.workers:
-            raise RuntimeError("this RayExecutor has no workers: call start() before")
-        return self.workers
 
     def shutdown(self) -> None:
         """End the workers, and give back what they took; `start` may be called again."""
-        if self._elastic is not None:
-            self._elastic.shutdown()
-            return
-        import ray
+        self._workers.shutdown()
 
-        workers, self.workers = self.workers, []
-        placement, self._placement = self._placement, None
-        for worker in workers:
-            ray.kill(worker)
-        if placement is not None and placement.own:
-            ray.util.remove_placement_group(placement.group)
+
+def _call(
+    fn: Callable[..., T], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> Callable[[Any], T]:
+    """Return the call of `fn` as a function of the executable, which it does not get."""
+    call = partial(fn, *(args or ()), **(kwargs or {}))
+    return lambda _: call()
 
 
 def _count(num_workers: int | None, num_hosts: int | None, per_host: int) -> int:

@@ -95,17 +95,14 @@ class BaseHorovodWorker:
         """Make the object that `execute` hands to functions."""
         self.executable = leave_job_on_error(executable_cls, *args, **kwargs)
 
-    def execute(self, fn: Callable[[Any], T]) -> T:
-        """Return ``fn(executable)``; the executable is None without an executable class."""
-        return leave_job_on_error(fn, self.executable)
+    def execute(self, fn: Callable[[Any], T], queue: Any = None) -> T:
+        """Return ``fn(executable)``; the executable is None without an executable class.
 
-    def run(
-        self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], queue: Any
-    ) -> T:
-        """Return ``fn(*args, **kwargs)``; what `ray_logger` gets meanwhile goes to `queue`."""
+        What `ray_logger` gets meanwhile goes to `queue`.
+        """
         ray_logger.configure(queue)
         try:
-            return leave_job_on_error(fn, *args, **kwargs)
+            return leave_job_on_error(fn, self.executable)
         finally:
             ray_logger.configure(None)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pickle
 import signal
 import socket
-import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
@@ -20,7 +19,7 @@ from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.launcher.worker import Raised
 from hvdlite.spark.elastic_task import open_channel, run_elastic_task
 from hvdlite.spark.output import DriverOutput
-from hvdlite.spark.runner import LOOK_SECONDS, check_size, no_room, prepare, python_error
+from hvdlite.spark.runner import LOOK_SECONDS, Stage, check_size, no_room, prepare, python_error
 from hvdlite.spark.task import Call, dump_call
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ def run_elastic(
     try:
         pickled = dump_call(fn, args, kwargs or {})
         call = Call(pickled, settings | dict(env or {}), None, job.secret, output.address)
-        finish = _Tasks(context, size, call).run(job, limit)
+        finish = _run(context, size, call, job, limit)
     finally:
         output.close()
     return job.take_results(finish)
@@ -174,72 +173,40 @@ class _SparkJob(DirectJob):
         super().close()
 
 
-class _Tasks:
-    """The stage of one call: each of its tasks is tried again when its worker is lost."""
+def _run(context: Any, size: int, call: Call, job: _SparkJob, limit_seconds: float) -> Finish:
+    """Run the job on tasks, each of which is tried again when its worker is lost.
 
-    def __init__(self, context: Any, size: int, call: Call) -> None:
-        self._context, self._size, self._call = context, size, call
-        self._group = f"hvdlite-{uuid.uuid4()}"
-        self._error: Exception | None = None  # What Spark has raised.
+    Return how the job has ended; raises what has gone wrong with the tasks.
+    """
 
-    def run(self, job: _SparkJob, limit_seconds: float) -> Finish:
-        """Run the job with these tasks; return how it has ended."""
-        from pyspark import InheritableThread
+    def collect() -> list[Any]:
+        tasks = context.parallelize(range(size), size)
+        return list(tasks.mapPartitions(lambda _: run_elastic_task(call)).collect())
 
-        driver = threading.Thread(target=self._drive, args=(job,), name="hvdlite-driver")
-        tasks = InheritableThread(target=self._run_tasks)
-        self._ends: list[Finish | BaseException] = []
-        driver.start()
-        tasks.start()
+    start_by = time.monotonic() + limit_seconds
+    stage = Stage(context, "hvdlite.spark.run_elastic", collect)
+    with ThreadPoolExecutor(1, "hvdlite-driver") as thread:
+        end = thread.submit(job.run)
         try:
-            self._watch(job, driver, tasks, time.monotonic() + limit_seconds, limit_seconds)
+            while wait([end], LOOK_SECONDS).not_done:
+                if job.tasks_seen < size and time.monotonic() > start_by:
+                    raise TimeoutError(no_room(context, size, f"in {limit_seconds:g} s"))
+                if stage.error is not None:
+                    wait([end], CAUSE_SECONDS)
+                    job.stop(1, _spell(stage.error, job.last_cause))
         finally:
             job.stop(1, "the call was interrupted")
-            driver.join()
-            tasks.join(LEAVE_SECONDS)
-            if tasks.is_alive():
-                self._context.cancelJobGroup(self._group)
-                tasks.join()
-        end = self._ends[0]
-        if isinstance(end, BaseException):
-            raise end
-        return end
+            wait([end])
+            stage.end(LEAVE_SECONDS)
+    return end.result()
 
-    def _drive(self, job: _SparkJob) -> None:
-        try:
-            self._ends.append(job.run())
-        except BaseException as error:
-            self._ends.append(error)
 
-    def _run_tasks(self) -> None:
-        call = self._call
-        try:
-            self._context.setJobGroup(
-                self._group, "hvdlite.spark.run_elastic", interruptOnCancel=True
-            )
-            tasks = self._context.parallelize(range(self._size), self._size)
-            tasks.mapPartitions(lambda _: run_elastic_task(call)).collect()
-        except Exception as error:
-            self._error = error
-
-    def _watch(
-        self, job: _SparkJob, driver: Any, tasks: Any, start_by: float, limit_seconds: float
-    ) -> None:
-        """Return when the job has ended; raises what has gone wrong with the tasks."""
-        while driver.is_alive():
-            driver.join(LOOK_SECONDS)
-            if job.tasks_seen < self._size and time.monotonic() > start_by:
-                raise TimeoutError(no_room(self._context, self._size, f"in {limit_seconds:g} s"))
-            if self._error is not None:
-                driver.join(CAUSE_SECONDS)
-                job.stop(1, self._spell(self._error, job.last_cause))
-
-    def _spell(self, error: Exception, last_cause: str) -> str:
-        """Return why Spark tries a task no more."""
-        if last_cause:
-            return (
-                "a task of Spark has lost its worker too often (spark.task.maxFailures; a master "
-                f"local[N] tries once, and local[N,4] four times): {last_cause}"
-            )
-        text = str(error)
-        return f"Spark has ended the tasks: {python_error(text) or shorten(text)}"
+def _spell(error: Exception, last_cause: str) -> str:
+    """Return why Spark tries a task no more."""
+    if last_cause:
+        return (
+            "a task of Spark has lost its worker too often (spark.task.maxFailures; a master "
+            f"local[N] tries once, and local[N,4] four times): {last_cause}"
+        )
+    text = str(error)
+    return f"Spark has ended the tasks: {python_error(text) or shorten(text)}"

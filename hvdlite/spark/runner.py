@@ -134,51 +134,70 @@ def _slots(context: Any) -> int | None:
         return None
 
 
+class Stage:
+    """The tasks of one call: `collect` runs them, in a thread. `error` is what Spark has raised."""
+
+    def __init__(self, context: Any, name: str, collect: Callable[[], list[Any]]) -> None:
+        from pyspark import InheritableThread
+
+        self.group = f"hvdlite-{uuid.uuid4()}"
+        self.answers: list[Any] = []
+        self.error: Exception | None = None
+        self._context, self._name, self._collect = context, name, collect
+        self._thread = InheritableThread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._context.setJobGroup(self.group, self._name, interruptOnCancel=True)
+            self.answers = self._collect()
+        except Exception as error:
+            self.error = error
+
+    def runs(self, seconds: float = 0.0) -> bool:
+        """Return whether tasks still run, after at most `seconds`."""
+        self._thread.join(seconds)
+        return bool(self._thread.is_alive())
+
+    def end(self, seconds: float = 0.0) -> None:
+        """Cancel what still runs after some seconds."""
+        if self.runs(seconds):
+            self._context.cancelJobGroup(self.group)
+            self._thread.join()
+
+
 class _Job:
     """The barrier stage of one call."""
 
     def __init__(self, context: Any, size: int, call: Call) -> None:
-        self._context, self._size, self._call = context, size, call
-        self._group = f"hvdlite-{uuid.uuid4()}"
-        self._failures = context.accumulator([], _list_parameter())
-        self._answers: list[Answer] = []
-        self._error: Exception | None = None  # what Spark has raised
+        self._context, self._size = context, size
+        self._failures = failures = context.accumulator([], _list_parameter())
+
+        def collect() -> list[Any]:
+            tasks = context.parallelize(range(size), size).barrier()
+            return list(tasks.mapPartitions(lambda _: run_task(call, failures)).collect())
+
+        self._stage = Stage(context, "hvdlite.spark.run", collect)
 
     def run(self, limit_seconds: float) -> list[Answer]:
         """Return the answers of all ranks; raises as `hvdlite.spark.run`."""
-        from pyspark import InheritableThread
-
-        thread = InheritableThread(target=self._collect)
-        thread.start()
         try:
-            self._watch(thread, time.monotonic() + limit_seconds, limit_seconds)
+            self._watch(time.monotonic() + limit_seconds, limit_seconds)
         finally:
-            if thread.is_alive():
-                self._context.cancelJobGroup(self._group)
-                thread.join()
-        return self._answers
+            self._stage.end()
+        return self._stage.answers
 
-    def _collect(self) -> None:
-        call, failures = self._call, self._failures
-        try:
-            self._context.setJobGroup(self._group, "hvdlite.spark.run", interruptOnCancel=True)
-            tasks = self._context.parallelize(range(self._size), self._size).barrier()
-            self._answers = tasks.mapPartitions(lambda _: run_task(call, failures)).collect()
-        except Exception as error:
-            self._error = error
-
-    def _watch(self, thread: Any, start_by: float, limit_seconds: float) -> None:
+    def _watch(self, start_by: float, limit_seconds: float) -> None:
         """Return when all ranks have a result; raises what has gone wrong."""
         started = False
-        while thread.is_alive() and not self._failures.value:
-            thread.join(LOOK_SECONDS)
+        while self._stage.runs(LOOK_SECONDS) and not self._failures.value:
             started = started or self._all_started()
             if not started and time.monotonic() > start_by:
                 raise TimeoutError(self._no_room(f"in {limit_seconds:g} s (start_timeout)"))
         if self._failures.value:
-            self._raise_failure(thread)
-        if self._error is not None:
-            self._raise_error(self._error)
+            self._raise_failure()
+        if self._stage.error is not None:
+            self._raise_error(self._stage.error)
 
     def _raise_error(self, error: Exception) -> None:
         """Raise what Spark has raised, in words where it is well known."""
@@ -192,13 +211,12 @@ class _Job:
             raise HorovodInternalError(f"Spark has lost a task with its rank: {lost[0]}") from error
         raise error
 
-    def _raise_failure(self, thread: Any) -> None:
+    def _raise_failure(self) -> None:
         """Raise the failure that caused the others; give victims time to be told apart."""
         give_up = time.monotonic() + CAUSE_SECONDS
         while all(_is_victim(answer) for answer in self._failures.value):
-            if not thread.is_alive() or time.monotonic() > give_up:
+            if not self._stage.runs(LOOK_SECONDS) or time.monotonic() > give_up:
                 break
-            thread.join(LOOK_SECONDS)
         first = min(self._failures.value, key=lambda answer: (_is_victim(answer), answer.when))
         if first.pickled is None:
             raise HorovodInternalError(str(first), first.rank)
@@ -209,7 +227,7 @@ class _Job:
 
     def _stages(self) -> list[Any]:
         tracker = self._context.statusTracker()
-        jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._group))
+        jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._stage.group))
         stages = (tracker.getStageInfo(stage) for job in jobs if job for stage in job.stageIds)
         return [stage for stage in stages if stage]
 
