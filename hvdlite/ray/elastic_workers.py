@@ -149,7 +149,6 @@ class ElasticRayJob(DirectJob):
         self._thread.start()
 
     def close(self) -> None:
-        """See `DirectJob.close`."""
         self._over.set()
         self._thread.join(DISCOVERY_SECONDS)
         super().close()

@@ -164,7 +164,6 @@ class _SparkJob(DirectJob):
             task.send("end", False)
 
     def close(self) -> None:
-        """See `DirectJob.close`."""
         deadline = time.monotonic() + LEAVE_SECONDS
         while self._tasks and time.monotonic() < deadline:
             self.loop.run_once(LOOK_SECONDS)

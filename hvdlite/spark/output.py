@@ -69,7 +69,6 @@ class _GivenStreams(Console):
         return stream not in self._given and super().is_terminal(stream)
 
     def write(self, stream: str, text: bytes) -> None:
-        """See `Console.write`."""
         if stream not in self._given:
             super().write(stream, text)
             return

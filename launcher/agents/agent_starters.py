@@ -72,7 +72,6 @@ class SpawnedAgents(AgentStarter):
         self._waiting: deque[AgentConnection] = deque()
 
     def describe(self) -> list[str]:
-        """See `AgentStarter`."""
         return [shlex.join(self._command(agent)) for agent in self._agents]
 
     def _command(self, agent: AgentConnection) -> list[str]:
@@ -102,11 +101,9 @@ class SpawnedAgents(AgentStarter):
             agent.follow(LeadingProcess(command, environ, self._loop))
 
     def stop(self) -> None:
-        """See `AgentStarter`."""
         self._waiting.clear()
 
     def busy(self) -> bool:
-        """See `AgentStarter`."""
         return bool(self._waiting)
 
     def tidy(self, agent: AgentConnection, groups: list[int]) -> None:

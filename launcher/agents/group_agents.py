@@ -44,11 +44,9 @@ class GroupAgents(AgentStarter):
         self._stopped = False
 
     def describe(self) -> list[str]:
-        """See `AgentStarter`."""
         return [shlex.join(self._group.command([*agent_command(), "HOST:PORT"]))]
 
     def start(self) -> None:
-        """See `AgentStarter`."""
         hosts = [agent.host.name for agent in self._agents]
         self._listener = Listener(self._loop, hosts, self._called)
         environ = {
@@ -75,7 +73,6 @@ class GroupAgents(AgentStarter):
         return [agent.host.name for agent in self._agents if agent.channel is None]
 
     def stop(self) -> None:
-        """See `AgentStarter`."""
         self._stopped = True
         if self._listener is not None:
             self._listener.close()
@@ -89,7 +86,6 @@ class GroupAgents(AgentStarter):
         return not self._stopped or self._program.code is None
 
     def failure(self) -> str | None:
-        """See `AgentStarter`."""
         absent = self._absent()
         if not absent or self._program is None:
             return None
@@ -112,17 +108,14 @@ class GroupAgents(AgentStarter):
         return [line.strip() for line in said.splitlines()]
 
     def abandon(self) -> None:
-        """See `AgentStarter`."""
         if self._program is not None:
             self._program.signal(signal.SIGKILL)
 
     def finish(self, seconds: float) -> None:
-        """See `AgentStarter`."""
         if self._program is not None:
             self._program.wait(seconds)
 
     def close(self) -> None:
-        """See `AgentStarter`."""
         if self._listener is not None:
             self._listener.close()
         if self._program is not None:

@@ -32,7 +32,6 @@ class FixedHosts(HostDiscovery):
         self._hosts = dict(available_hosts)
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """See `HostDiscovery`."""
         return dict(self._hosts)
 
     def set(self, available_hosts: Mapping[str, int]) -> None:
