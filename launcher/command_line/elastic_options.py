@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config
+from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
 
 LONGEST_COOLDOWN_SECONDS = 3600
 # Flags that mean nothing without one of those that make a job elastic.
@@ -28,19 +29,13 @@ NOT_ELASTIC = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticOptions:
+class ElasticOptions(ElasticPlan):
     """What makes a job elastic. Times are in seconds; None is no limit, or none was given."""
 
-    min_np: int
-    max_np: int | None = None
     discovery_script: str | None = None
     slots_per_host: int = 1  # of hosts that the script prints without a number
-    reset_limit: int | None = None
-    cooldown: tuple[int, int] | None = None
-    timeout_seconds: float = 600.0
     host_timeout_seconds: float = 1.0
     worker_timeout_seconds: float = 10.0
-    admit: str = "ready"
 
 
 def is_elastic(args: argparse.Namespace) -> bool:
@@ -73,6 +68,7 @@ def elastic_options(args: argparse.Namespace, config: Config, num_proc: int) -> 
     min_np = args.min_np or num_proc
     _check_numbers(min_np, num_proc, args.max_np)
     return ElasticOptions(
+        num_proc=num_proc,
         min_np=min_np,
         max_np=args.max_np,
         discovery_script=args.host_discovery_script,
@@ -80,7 +76,10 @@ def elastic_options(args: argparse.Namespace, config: Config, num_proc: int) -> 
         reset_limit=args.reset_limit,
         cooldown=None if args.cooldown is None
         else check_cooldown(args.cooldown, "--blacklist-cooldown-range "),
-        timeout_seconds=config.elastic_timeout_seconds,
+        elastic_timeout=config.elastic_timeout_seconds,
+        start_timeout=config.start_timeout_seconds,
+        # Horovod gives up the whole host of a failed process.
+        failures_by_host=args.as_horovod or args.cooldown is not None,
         host_timeout_seconds=config.elastic_host_timeout_seconds,
         worker_timeout_seconds=config.elastic_worker_timeout_seconds,
         admit=_admission(args, config),
@@ -109,5 +108,5 @@ def check_cooldown(given: Sequence[int], source: str) -> tuple[int, int]:
 def _admission(args: argparse.Namespace, config: Config) -> str:
     """Return whom a commit waits for: scripts for Horovod expect that it waits for new hosts."""
     if args.as_horovod and "elastic_admit" not in config.given:
-        return "wait"
+        return WAIT
     return config.elastic_admit

@@ -17,7 +17,7 @@ from hvdlite.launcher.agents.agent_starters import (
 )
 from hvdlite.launcher.agents.channel import BEATS
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
-from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
+from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.elastic.driving import Driving
 from hvdlite.launcher.elastic.worker_processes import WorkerProcesses
 from hvdlite.launcher.hosts.hosts import Host
@@ -38,13 +38,12 @@ class HostAgents(Driving):
     """Starts and ends agents, and their workers; the driver is told what becomes of them."""
 
     def __init__(
-        self, plan: ElasticPlan, job: Job, slots: Callable[[str], int],
+        self, options: ElasticOptions, job: Job, slots: Callable[[str], int],
         launcher_environ: Mapping[str, str],
     ) -> None:  # fmt: skip
-        assert job.options.elastic is not None
-        self._elastic: ElasticOptions = job.options.elastic
         # So often is looked that the silence of a host is noticed.
-        super().__init__(plan, job.loop, min(1.0, self._elastic.host_timeout_seconds / (2 * BEATS)))
+        super().__init__(options, job.loop, min(1.0, options.host_timeout_seconds / (2 * BEATS)))
+        self._elastic = options
         self._job, self._slots = job, slots
         self._description = AgentJob(job.options, job.environ, ())
         self.workers = WorkerProcesses(job, self._description, self.driver)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions import termination_plan as ending
-from hvdlite.launcher.decisions.commands import ElasticPlan
 from hvdlite.launcher.decisions.termination_plan import Plan
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
 from hvdlite.launcher.elastic.host_agents import HostAgents
@@ -24,24 +23,6 @@ from hvdlite.launcher.jobs.outcome import JobOutcome, signal_outcome
 AFTER_FINISH: Plan = ((0.5, ending.TERMINATE), (2.5, ending.KILL), (1.0, ending.ABANDON))
 LAST_SECONDS = 5.0  # How long agents without workers may take to end.
 POLL_SECONDS = 0.02  # Between two looks whether their processes have ended.
-
-
-def make_plan(options: LaunchOptions) -> ElasticPlan:
-    """Return what the driver must know of the user's options."""
-    elastic = options.elastic
-    assert elastic is not None
-    return ElasticPlan(
-        num_proc=options.num_proc,
-        min_np=elastic.min_np,
-        max_np=elastic.max_np,
-        reset_limit=elastic.reset_limit,
-        cooldown=elastic.cooldown,
-        elastic_timeout=elastic.timeout_seconds,
-        start_timeout=options.start_timeout_seconds,
-        admit=elastic.admit,
-        # Horovod gives up the whole host of a failed process.
-        failures_by_host=options.as_horovod or elastic.cooldown is not None,
-    )
 
 
 def fixed_hosts(options: LaunchOptions) -> dict[str, int]:
@@ -61,7 +42,7 @@ class ElasticJob(Job):
         super().__init__(options, environ)
         assert options.elastic is not None
         self.agents = HostAgents(
-            make_plan(options), self, lambda host: self._hosts[host], launcher_environ
+            options.elastic, self, lambda host: self._hosts[host], launcher_environ
         )
         self.driver = self.agents.driver
         self._hosts: dict[str, int] = {}  # The slots of all hosts that were ever discovered.
