@@ -23,7 +23,7 @@ from hvdlite.launcher.command_line.launcher_choice import GROUPS
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.unreachable import explain_agent, has_not_answered, spell_end
 from hvdlite.launcher.jobs.job import FixedJob
-from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, StartFailure
+from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome
 from hvdlite.launcher.platforms.groups import make_group
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class AgentsJob(FixedJob):
         self._started = False
         self._ending = False
         self._failing = False
-        self._failure: StartFailure | None = None
+        self._failure: JobOutcome | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._hello, "ready": self._ready, "refused": self._refused,
             "started": self._rank_started, "output": self._output, "raised": self._raised,
@@ -113,7 +113,7 @@ class AgentsJob(FixedJob):
     def _fail(self, sentence: str) -> None:
         """End the start of the job: no rank runs yet."""
         if self._failure is None:
-            self._failure = StartFailure(NOT_STARTED_CODE, sentence)
+            self._failure = JobOutcome(NOT_STARTED_CODE, sentence)
         self._stop_start()
 
     def _stop_start(self) -> None:
@@ -295,7 +295,7 @@ class AgentsJob(FixedJob):
         # Ranks start when all agents have their files.
         return [rank for agent in self._late for rank in agent.host.ranks] or missing
 
-    def failure(self) -> StartFailure | None:
+    def failure(self) -> JobOutcome | None:
         return self._failure
 
     def close(self) -> None:

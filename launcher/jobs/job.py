@@ -10,7 +10,14 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions import termination_plan as ending
 from hvdlite.launcher.decisions.first_failure import FirstFailure
 from hvdlite.launcher.decisions.termination_plan import Ending
-from hvdlite.launcher.jobs.outcome import End, JobOutcome, StartFailure, conclude
+from hvdlite.launcher.jobs.outcome import (
+    NOT_STARTED_CODE,
+    JobOutcome,
+    failure_sentence,
+    name_ranks,
+    signal_outcome,
+    timeout_sentence,
+)
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.output import Output
@@ -137,12 +144,12 @@ class FixedJob(Job):
     def signal(self, number: int) -> None:
         """Signal the ranks, and what is still about to start them."""
 
-    @abstractmethod
     def late(self, missing: list[int]) -> list[int]:
         """Return those of the ranks that have not started for whom the others wait."""
+        return missing
 
     @abstractmethod
-    def failure(self) -> StartFailure | None:
+    def failure(self) -> JobOutcome | None:
         """Return why the start failed before any rank did."""
 
     @property
@@ -193,12 +200,18 @@ class FixedJob(Job):
             heard.lose(rank)
         for rank, cause in self.output.causes().items():
             heard.causes.setdefault(rank, cause)
+        # A signal comes before the failure of a rank, and that before the failure of a start.
+        if self.signals.received is not None:
+            return signal_outcome(self.signals.received)
         missing = [rank for rank in self.options.ranks if rank not in heard.started]
-        end = End(
-            late=self.late(missing),
-            runner=self.name,
-            failure=self.failure(),
-            signal=self.signals.received,
-            timed_out=self.timed_out,
-        )
-        return conclude(end, heard, self.options)
+        if self.timed_out:
+            sentence = timeout_sentence(self.late(missing), self.options)
+            return JobOutcome(NOT_STARTED_CODE, sentence)
+        failure = heard.failure()
+        if failure is not None:
+            return JobOutcome(failure.code, failure_sentence(failure, heard.codes), failure)
+        start_failure = self.failure()
+        if start_failure is None and missing:
+            text = f"{self.name} ended before {name_ranks(missing, self.options)} had started"
+            return JobOutcome(NOT_STARTED_CODE, text)
+        return start_failure or JobOutcome()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.decisions.first_failure import Failure, FirstFailure
+from hvdlite.launcher.decisions.first_failure import Failure
 from hvdlite.launcher.hosts.hosts import host_of_rank
 
 NOT_STARTED_CODE = 1
@@ -39,43 +39,6 @@ class JobOutcome:
     results: tuple[int, ...] = ()  # Of an elastic job: the workers whose answers count, in order.
 
 
-@dataclass(frozen=True)
-class StartFailure:
-    """Why ranks could not be started, and the exit code that the job gets from it."""
-
-    code: int
-    sentence: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """What is known when a job is over."""
-
-    runner: str  # what ran the ranks, for people
-    failure: StartFailure | None  # why it failed before any rank did
-    late: list[int]  # of the ranks that have not started, those for whom the others wait
-    signal: int | None  # that this process got
-    timed_out: bool
-
-
-def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> JobOutcome:
-    """Return the outcome: a signal comes before a rank's failure, and that before the runner's."""
-    if end.signal is not None:
-        return signal_outcome(end.signal)
-    missing = [rank for rank in options.ranks if rank not in first_failure.started]
-    if end.timed_out:
-        return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(end.late, options))
-    failure = first_failure.failure()
-    if failure is not None:
-        return JobOutcome(failure.code, failure_sentence(failure, first_failure.codes), failure)
-    if end.failure is not None:
-        return JobOutcome(end.failure.code, end.failure.sentence)
-    if missing:
-        text = f"{end.runner} ended before {_name(missing, options)} had started"
-        return JobOutcome(NOT_STARTED_CODE, text)
-    return JobOutcome()
-
-
 def signal_outcome(number: int) -> JobOutcome:
     """Return the outcome of a job whose launcher got this signal."""
     return JobOutcome(128 + number, f"ended by {signal.Signals(number).name}", signal=number)
@@ -100,16 +63,18 @@ def failure_sentence(failure: Failure, codes: Mapping[int, int]) -> str:
     return "\n".join(lines)
 
 
-def _timeout_sentence(missing: list[int], options: LaunchOptions) -> str:
+def timeout_sentence(missing: list[int], options: LaunchOptions) -> str:
+    """Return that these ranks had not started in time."""
     text = (
-        f"{_name(missing, options)} had not started after {options.start_timeout_seconds:g} "
+        f"{name_ranks(missing, options)} had not started after {options.start_timeout_seconds:g} "
         "seconds (--start-timeout): check that the hosts can be reached by ssh and have free slots"
     )
     hosts = _remote_hosts(missing, options)
     return f"{text}, such as by: ssh {hosts[0]} true" if hosts else text
 
 
-def _name(ranks: list[int], options: LaunchOptions) -> str:
+def name_ranks(ranks: list[int], options: LaunchOptions) -> str:
+    """Return how many ranks these are, which, and on which other hosts."""
     named = ", ".join(map(str, ranks[:MOST_RANKS_NAMED]))
     if len(ranks) > MOST_RANKS_NAMED:
         named += f" and {len(ranks) - MOST_RANKS_NAMED} more"

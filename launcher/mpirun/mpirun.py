@@ -18,7 +18,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.unreachable import diagnose
 from hvdlite.launcher.jobs.environment import is_root, most_local_ranks
 from hvdlite.launcher.jobs.job import FixedJob
-from hvdlite.launcher.jobs.outcome import StartFailure
+from hvdlite.launcher.jobs.outcome import JobOutcome
 from hvdlite.launcher.jobs.passed_variables import home_directory, names_for_other_hosts
 from hvdlite.launcher.mpirun.cleanup import kill_session, remove_segments, segments_of
 from hvdlite.launcher.mpirun.commands import Place, build_command
@@ -228,10 +228,7 @@ class MpirunJob(FixedJob):
             with contextlib.suppress(BrokenPipeError):
                 self.pipes.print_early()
 
-    def late(self, missing: list[int]) -> list[int]:
-        return missing
-
-    def failure(self) -> StartFailure | None:
+    def failure(self) -> JobOutcome | None:
         code = self.process.poll() if self.process is not None else None
         if not code:
             return None
@@ -240,7 +237,7 @@ class MpirunJob(FixedJob):
             f"{self.name} ended with exit code {code}: see what it says above "
             "(--verbose prints its command line)"
         )
-        return StartFailure(code, sentence)
+        return JobOutcome(code, sentence)
 
     def _said_early(self) -> list[str]:
         return [line.decode(errors="replace") for line in self.pipes.said_early or ()]
