@@ -33,8 +33,11 @@ class WorkerProcesses:
         self._handlers: dict[str, Callable[..., None]] = {
             "started": self._started, "unable": self._unable, "output": self._output.feed,
             "raised": self._raised, "part": description.keep_answer, "exit": self._exit,
-            "said": self._said, "stopped": self._stopped, "silent": self._silent,
-            "closed": self._closed,
+        }  # fmt: skip
+        # What the driver is told as it is, with the time.
+        self._events: dict[str, Callable[..., None]] = {
+            "said": driver.worker_said, "stopped": driver.worker_stopped,
+            "silent": driver.worker_lost, "closed": driver.worker_closed,
         }  # fmt: skip
 
     def __bool__(self) -> bool:
@@ -88,6 +91,8 @@ class WorkerProcesses:
         """Take a message of an agent that is about a worker."""
         if kind in self._handlers and fields[0] in self._workers:
             self._handlers[kind](*fields)
+        elif kind in self._events and fields[0] in self._workers:
+            self._events[kind](*fields, time.monotonic())
 
     def _started(self, number: int, pid: int) -> None:
         self._workers[number].pid = pid
@@ -111,18 +116,6 @@ class WorkerProcesses:
             number, 128 - code if by_signal else code, cause if code else None, by_signal,
             time.monotonic(),
         )  # fmt: skip
-
-    def _said(self, number: int, message: list[Any]) -> None:
-        self._driver.worker_said(number, message, time.monotonic())
-
-    def _stopped(self, number: int) -> None:
-        self._driver.worker_stopped(number, time.monotonic())
-
-    def _silent(self, number: int, why: str) -> None:
-        self._driver.worker_lost(number, why, time.monotonic())
-
-    def _closed(self, number: int) -> None:
-        self._driver.worker_closed(number, time.monotonic())
 
 
 def _signal_name(number: int) -> str:
