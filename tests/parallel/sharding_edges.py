@@ -185,6 +185,26 @@ def scaled(x: Any, scale: float = 2.0, shift: Any = None, *, sign: int = 1) -> A
     return sign * (x * scale if shift is None else x * scale + shift)
 
 
+def check_strategies_of_operators() -> None:
+    """An operator that no module has is cut by its name; the answer is that of one process."""
+    torch.manual_seed(4)
+    size = hvd.size()
+    layer = torch.nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0, batch_first=True)
+    batch = torch.randn(SHARE * size, 3, 8)
+    expected = own(layer(batch)).detach()
+    heads = {"self_attn.scaled_dot_product_attention": ((1, size, 1, 1),) * 3}
+    sharded = sharding.shard(layer, example=own(batch), strategies=heads)
+    assert torch.allclose(sharded(own(batch)), expected, atol=1e-5)
+    longer = torch.randn(SHARE * size, 5, 8)
+    assert sharded(own(longer)).shape == (SHARE, 5, 8), "another shape is planned again"
+    try:
+        sharding.shard(torch.relu, strategies={"tanh": ((1, 1),)})(own(whole_batch()))
+    except ValueError as error:
+        assert "'tanh', which is no operator" in str(error), error
+    else:
+        raise AssertionError("a strategy of no operator was taken")
+
+
 def check_ranks_that_plan_differently() -> None:
     """All ranks are told, also where only one of them cannot plan."""
     size, first = hvd.size(), hvd.rank() == 0
@@ -236,6 +256,7 @@ CHECKS = [
     check_a_mesh_of_some_ranks,
     check_ranks_that_give_other_tensors,
     check_random_numbers,
+    check_strategies_of_operators,
     check_ranks_that_plan_differently,
     check_operators_without_a_rule,
     check_arguments_by_keyword,

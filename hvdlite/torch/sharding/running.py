@@ -52,6 +52,7 @@ def shard(
     level: Any = None,
     example: Any = None,
     memory_limit: int | None = None,
+    strategies: Mapping[str, Strategy] | None = None,
 ) -> F:
     """Cut a part of a model among ranks: by a strategy for its inputs, the rest by propagation.
 
@@ -64,6 +65,8 @@ def shard(
       for those that it leaves to `set_strategy` and to propagation.
     - `out_strategy`: the same for the outputs: each rank gets its part. None: its share of the
       batch.
+    - `strategies`: those of operators, by the names that the plan shows; they go before those of
+      `set_strategy`.
     - `parameter_plan`: cuts, or a `Layout`, by the names of parameters.
     - `mesh`: what `mesh()` returns; None: the mesh with the fewest axes on which all layouts of
       parameters fit.
@@ -79,7 +82,9 @@ def shard(
     check_search(search)
     if device is not None or level is not None:
         warn_user("shard(device, level) have no effect: hvdlite has one device and level")
-    configured: dict[str, Strategy] = {}
+    configured: dict[str, Strategy] = dict(strategies or {})
+    for name, strategy in configured.items():
+        check_strategy(strategy, name)
     for end, given in (("input", in_strategy), ("output", out_strategy)):
         if given is not None:
             check_strategy(tuple(each for each in given if each is not None), f"{end} strategy")
