@@ -45,6 +45,11 @@ def _ignore(*_: object) -> None:
     """Do nothing."""
 
 
+def _spell(error: OSError) -> str:
+    """Return what an error of a connection says, without its number."""
+    return os.strerror(error.errno).lower() if error.errno else str(error)
+
+
 class Pipes:
     """Two descriptors, one to read and one to write, with the methods of a socket."""
 
@@ -145,6 +150,7 @@ class Link:
         self._flushing = False
         self._finishing = False
         self._broken = False  # Nobody reads what this end sends.
+        self._reason = ""  # Why it is broken.
         self._events = 0
         self._connection = connection
         self._reads, self._writes = connection.fileno(), connection.fileno()
@@ -221,8 +227,9 @@ class Link:
                 self._drop(self._write())
         except BlockingIOError:
             pass
-        except OSError:  # Reading tells of the end of the connection.
+        except OSError as error:  # Reading tells of the end, but not why: this takes the reason.
             self._broken = True
+            self._reason = _spell(error)
             self._outbox.clear()
             self._sent = self._queued
         finally:
@@ -294,10 +301,11 @@ class Link:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(os.strerror(error.errno).lower() if error.errno else str(error))
+            self._end(_spell(error))
             return
         if messages is None:
-            self._end("" if frames.between else "it ended in the middle of a message")
+            within = "" if frames.between else "it ended in the middle of a message"
+            self._end(self._reason or within)
             return
         self.heard_at = self._loop.now()
         try:
@@ -382,6 +390,8 @@ class Link:
             self._loop.forget(self._writes)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
+        # Pipes have closed the descriptor that was written: its number may be another link's soon.
+        self._writes = self._reads
 
     def _end(self, reason: str) -> None:
         if self.open:

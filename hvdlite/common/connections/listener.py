@@ -129,9 +129,11 @@ class Listener:
         self._loop.call_after(PAUSE_SECONDS, self._listen)
         if not self._full_is_logged:
             self._full_is_logged = True
+            remedy = ""
+            if error.errno in EXHAUSTED:
+                remedy = ": this process has too many; `ulimit -n` allows more open files"
             log.warning(
-                "connections from others have to wait (%s): this process has too many; "
-                "`ulimit -n` allows more open files", error,
+                "connections from others have to wait (%s)%s", error, remedy,
             )  # fmt: skip
 
     def let_in(self, guest: _Guest, claim: Claim) -> None:
@@ -169,7 +171,8 @@ class _Guest(Stranger):
     def greet(self) -> None:
         """Challenge it."""
         if self.connection.family != socket.AF_UNIX:
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):  # It is gone, as the next call tells.
+                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         elif self._listener.same_user:
             try:
                 check_credentials(self.connection)

@@ -49,6 +49,7 @@ class Loop:
         self._count = itertools.count()  # Orders the timers of one moment.
         self._posted: deque[Callable[[], object]] = deque()
         self._thread = threading.get_ident()  # That called `run_once` last.
+        self._sleeps = False  # While that waits, or is about to.
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.watch(self._wakeup, READ, self._run_posted)
 
@@ -66,10 +67,14 @@ class Loop:
         Returns whether a handler of a descriptor was called. A timer that is due ends the sleep.
         """
         self._thread = threading.get_ident()
+        self._sleeps = True
         if self._timers:
             left = max(0.0, self._timers[0][0] - self.now())
             timeout = left if timeout is None else min(timeout, left)
-        ready = self._epoll.poll(timeout)
+        try:
+            ready = self._epoll.poll(timeout)
+        finally:
+            self._sleeps = False
         for descriptor, events in ready:
             handler = self._handlers.get(descriptor)
             if handler is not None:  # Another handler may have closed it meanwhile.
@@ -106,7 +111,8 @@ class Loop:
         """Call `function` once, in the first `run_once` from `when` on (see `now`)."""
         timer = Timer(function)
         heapq.heappush(self._timers, (when, next(self._count), timer))
-        if threading.get_ident() != self._thread:
+        # A signal handler of the loop's own thread may interrupt its sleep, which then goes on.
+        if self._sleeps or threading.get_ident() != self._thread:
             self.wake()
         return timer
 
@@ -129,8 +135,12 @@ class Loop:
     def _run_posted(self, _events: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
-        for _ in range(len(self._posted)):  # What these post waits for the next turn.
-            self._posted.popleft()()
+        try:
+            for _ in range(len(self._posted)):  # What these post waits for the next turn.
+                self._posted.popleft()()
+        finally:
+            if self._posted:  # One has raised, and the others are due all the same.
+                self.wake()
 
     def close(self) -> None:
         """Close the epoll; idempotent. The watched descriptors stay open."""

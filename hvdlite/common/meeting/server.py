@@ -204,9 +204,15 @@ class MeetingServer:
 
     def _note_refusal(self, code: int, sentence: str, claim: Claim | None) -> None:
         if code == prove.OTHER_PROTOCOL and claim is not None:
-            rank = wire.read_claim(claim.body).rank
-            self._rounds.note_other_version(rank, str(claim.software))
-            sentence = sentence.replace(claim.role, f"rank {rank}", 1)
+            # The body of a claim keeps its form whatever the protocol is.
+            found, rounds = wire.read_claim(claim.body), self._rounds
+            if (found.job, found.size) != (
+                self._job,
+                rounds.size,
+            ) or found.rank not in rounds.ranks:
+                return  # Another job may use the same addresses without a secret.
+            rounds.note_other_version(found.rank, str(claim.software))
+            sentence = sentence.replace(claim.role, f"rank {found.rank}", 1)
         if code not in (wire.OTHER_JOB, wire.DUPLICATE):
             self._note(sentence)
 

@@ -395,3 +395,69 @@ def test_all_that_waits_and_the_end_are_read_at_once() -> None:
     assert [message[1] for message in b.messages] == list(range(count))
     assert b.reasons == [""] and not b.link.open
     loop.close()
+
+
+def test_an_end_of_pipes_forgets_no_descriptor_that_another_link_has_by_now() -> None:
+    """The one that is written is closed first, and its number is the next that is free."""
+    loop = Loop()
+    old, old_peer = pair(loop, "pipes")
+    written = old.link._writes
+    old.link.finish()
+    connection, other = socket.socketpair()
+    assert written in (connection.fileno(), other.fileno())
+    new, new_peer = End(loop, connection), End(loop, other)
+    old_peer.link.close()
+    run_until(loop, lambda: old.reasons == [""])
+    new.link.send("to the one")
+    new_peer.link.send("to the other")
+    run_until(loop, lambda: bool(new.messages and new_peer.messages))
+    assert (new.messages, new_peer.messages) == ([["to the other"]], [["to the one"]])
+    for end in (new, new_peer):
+        end.link.close()
+    loop.close()
+
+
+def test_a_reset_that_a_send_has_met_is_the_reason_of_the_end() -> None:
+    loop = Loop()
+    one, other = pair(loop, "tcp")
+    other.link._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.link.close()
+    while one.link.says:  # The first that is sent may still be taken.
+        one.link.send("word")
+    run_until(loop, lambda: bool(one.reasons))
+    assert one.reasons[0] in ("connection reset by peer", "broken pipe")
+    loop.close()
+
+
+def test_a_timer_of_a_signal_handler_ends_a_sleep() -> None:
+    loop = Loop()
+    called: list[int] = []
+
+    def handle(*_: object) -> None:
+        loop.call_after(0, lambda: called.append(1))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    sender = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+    sender.start()
+    try:
+        while not called:
+            loop.run_once(None)
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+        loop.close()
+
+
+def test_a_posted_call_that_raises_keeps_no_other_from_its_turn() -> None:
+    loop = Loop()
+    called: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("this one")
+
+    loop.post(fail)
+    loop.post(lambda: called.append(2))
+    with pytest.raises(ValueError, match="this one"):
+        loop.run_once(1.0)
+    run_until(loop, lambda: called == [2])
+    loop.close()

@@ -317,6 +317,22 @@ def test_the_secret_is_on_no_wire() -> None:
     assert not re.search(re.escape(SECRET.hex().encode()), heard[0])
 
 
+def test_a_rank_with_another_protocol_of_another_job_is_refused_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Jobs without a secret may come to each other's addresses."""
+    with serving(2) as (address, driver):
+        first = at_server(address, 0, 2, SECRET, soon())
+        with monkeypatch.context() as patched:
+            patched.setattr(prove.Claim, "new", of_another_protocol)
+            for rank, size in [(1, 3), (5, 2)]:
+                with pytest.raises(HorovodVersionMismatchError):
+                    at_server(address, rank, size, SECRET, soon())
+        second = at_server(address, 1, 2, SECRET, soon())
+        assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
+        assert not [note for note in driver.server.notes() if "999" in note]
+
+
 @pytest.mark.parametrize("hosted", [True, False])
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_rank_with_another_protocol_ends_the_wait_of_all_others_at_once(
