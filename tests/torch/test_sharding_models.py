@@ -356,3 +356,21 @@ def test_changes_in_place_that_a_view_would_see() -> None:
 
     with pytest.raises(ValueError, match="changes a tensor in place of which a view is used"):
         sharding.plan(Writes(), batch(), mesh=Mesh((2,)))
+
+
+def test_a_backward_that_a_user_has_written_is_refused() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Any) -> Any:
+            return x.exp()
+
+        @staticmethod
+        def backward(context: Any, gradient: Any) -> Any:
+            return 2 * gradient
+
+    class Uses(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return Doubled.apply(x)
+
+    with pytest.raises(ValueError, match=r"Doubled has a backward\(\) of its own"):
+        sharding.plan(Uses(), batch(), mesh=Mesh((2,)))

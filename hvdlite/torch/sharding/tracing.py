@@ -6,6 +6,7 @@ runs. Both name tensors alike, and one call has one operator, but for those with
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,27 @@ _NEW = {
     "new_zeros": aten.zeros.default, "new_ones": aten.ones.default, "new_full": aten.full.default,
     "new_empty": aten.empty.memory_format,
 }  # fmt: skip
+
+
+def refuse_own_derivatives() -> None:
+    """Raise `ValueError` inside an `autograd.Function` that is not torch's own.
+
+    The record has the operators of its forward; what it has written as their derivative would be
+    replaced by another one without a word.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not trace.__code__:
+        if frame.f_code is _APPLY:
+            kind = frame.f_locals["cls"]
+            if not kind.__module__.startswith("torch."):
+                raise ValueError(
+                    f"{kind.__qualname__} has a backward() of its own, and a sharded part takes "
+                    "the derivatives of the operators in its forward(): call it outside of the part"
+                )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -106,6 +128,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and note it."""
+        refuse_own_derivatives()
         given = tree_map(self._without_values, (tuple(args), dict(kwargs or {})))
         args, options = given
         kwargs = dict(options)
