@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.cli import main
 from hvdlite.launcher.processes import output as output_module
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.error_text import last_exception
@@ -234,3 +236,25 @@ def test_a_full_disk_behind_standard_output_is_said_once() -> None:
         )  # fmt: skip
     assert done.returncode == 0
     assert done.stderr.count("cannot write to stdout, and goes on without") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "file", "remedy"),
+    [
+        (errno.ENOSPC, "/tmp/x", "free some space, or set TMPDIR to a folder that has some"),
+        (errno.EROFS, "/tmp/x", "free some space, or set TMPDIR to a folder that has some"),
+        (errno.EADDRNOTAVAIL, None, "is the loopback interface up? ip link set lo up"),
+    ],
+)
+def test_what_a_host_lacks_is_one_sentence_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    number: int, file: str | None, remedy: str,
+) -> None:  # fmt: skip
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), file)
+
+    monkeypatch.setattr("hvdlite.launcher.cli._main", fail)
+    assert main(["-np", "1", "true"]) == 1
+    about = f"{os.strerror(number)}{' (/tmp/x)' if file else ''}"
+    expected = f"hvdlite-run: this host cannot run the job: {about}: {remedy}\n"
+    assert capfd.readouterr().err == expected
