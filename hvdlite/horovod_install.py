@@ -124,6 +124,17 @@ def _places() -> tuple[Path, Path]:
     return Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("scripts"))
 
 
+# Modules whose `__all__` has that of others, which mypy reads of a literal list alone.
+SHARED = "hvdlite.common.runtime.public_names"
+STARS = {
+    "hvdlite.keras": (SHARED,),
+    "hvdlite.tf": ("hvdlite.tf.mpi_ops", SHARED),
+    "hvdlite.tf.mpi_ops": (SHARED,),
+    "hvdlite.torch": ("hvdlite.torch.mpi_ops", SHARED),
+    "hvdlite.torch.mpi_ops": (SHARED,),
+}
+
+
 def _texts(folder: Path, scripts: Path, modules: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     """Yield the files to write, and their contents."""
     starter = Path(__file__).parent / "drop_in" / STARTER
@@ -132,7 +143,9 @@ def _texts(folder: Path, scripts: Path, modules: Mapping[str, str]) -> Iterator[
     yield scripts / "horovodrun", _first_line() + COMMAND.format(version=HOROVOD_VERSION)
     for name, own in modules.items():
         file = name.replace(".", "/") + ("__init__.pyi" if name.endswith(".") else ".pyi")
-        yield folder / file.replace(NAME, f"{NAME}-stubs", 1), f"from {own} import *\n"
+        stars = (own, *STARS.get(own, ()))
+        stub = "".join(f"from {module} import *\n" for module in stars)
+        yield folder / file.replace(NAME, f"{NAME}-stubs", 1), stub
     yield folder / DIST_INFO / "METADATA", METADATA
     yield folder / DIST_INFO / "INSTALLER", f"{INSTALLER}\n"
     yield folder / DIST_INFO / "top_level.txt", f"{NAME}\n"

@@ -11,6 +11,7 @@ from collections import Counter
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -368,13 +369,14 @@ def test_ranks_share_a_gpu_by_a_new_nccl_only(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(gpu.SHARING, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    loaded = SimpleNamespace(version=22907, version_text="2.29.7")
+    monkeypatch.setattr(gpu, "Nccl", lambda: loaded)
     text = gpu.obstacle("cuda", 2)
     assert "2 ranks have to share 1 GPUs" in text and "NCCL 2.29.7 does not let them" in text
     assert "LD_PRELOAD" in text
     assert gpu.obstacle("cuda", 1) == ""
     assert gpu.SHARING not in os.environ
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 3))
+    loaded.version = 23003
     monkeypatch.setenv(gpu.SHARING, "")  # It is as before, afterwards.
     assert gpu.obstacle("cuda", 2) == ""
     assert os.environ[gpu.SHARING] == "1"
