@@ -71,10 +71,11 @@ def test_a_rank_that_is_stopped_in_a_collective(
     site: Site, place: str, hosts_at_least: int, algorithm: str
 ) -> None:
     """It is given up; when it goes on, it ends."""
-    flags = site.flags(2 * max(site.used, hosts_at_least), hosts_at_least)
+    size = 2 * max(site.used, hosts_at_least)
     outcome = site.run(
-        "train_numpy", *flags, faults=[dies(1, place, do="stop", skip=3)], STEPS=STEPS,
-        ELEMENTS=500_000, HVDLITE_NATIVE="off", HVDLITE_ALLREDUCE=algorithm,
+        "train_numpy", *site.flags(size, hosts_at_least), STEPS=STEPS, ELEMENTS=500_000,
+        faults=[dies(1, place, do="stop", skip=3)], HOLD=f"{STEPS - 3} {size}",
+        HVDLITE_NATIVE="off", HVDLITE_ALLREDUCE=algorithm,
     )  # fmt: skip
     check_weights(outcome, STEPS)
     stopped = outcome.faults[0]["number"]
