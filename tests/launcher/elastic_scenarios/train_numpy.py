@@ -119,14 +119,18 @@ def say_what_is_held() -> None:
         time.sleep(0.001)
     lifecycle._forget_finished()
     gc.collect()
-    files = 0
+    files, memories = 0, set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # The one of this loop.
-            files += not os.readlink(path).startswith("socket:")
+            target = os.readlink(path)
+            if target.startswith("/memfd:"):  # Each mapping of it has a descriptor of its own.
+                memories.add(path.stat().st_ino)
+            else:
+                files += not target.startswith("socket:")
     world = worlds.current_world()
     assert world is not None
     layout = [world.rank, *(host for _, host in world.members), *world.behind]
-    faults.say(held=[threading.active_count(), files], layout=layout)
+    faults.say(held=[threading.active_count(), files, len(memories)], layout=layout)
 
 
 def may_die() -> bool:

@@ -143,7 +143,8 @@ def a_rank_is_late() -> None:
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0, 2.0]
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
+    group = dist.new_group([0, 1])
+    group.set_timeout(timedelta(seconds=0.2))  # Now that both have formed it.
     if rank == 0:
         with pytest.raises(hvd.HorovodInternalError, match="not complete"):
             dist.barrier(group=group)

@@ -17,6 +17,7 @@ from tests.parallel.process_group.features import feature
 
 SECOND = timedelta(seconds=1)
 MOMENT = timedelta(milliseconds=100)
+LONG = timedelta(seconds=2)  # In which ranks come that are to come, however busy the machine is.
 
 
 def subgroup() -> tuple[Any, list[int]]:
@@ -127,8 +128,8 @@ def monitored_barrier_without_some_ranks() -> None:
     for wait_all, names in ((False, "Rank 2 failed"), (True, "Ranks 2, 3 failed")):
         if rank == 0:
             with pytest.raises(RuntimeError) as error:
-                dist.monitored_barrier(timeout=MOMENT, wait_all_ranks=wait_all)
-            assert f"[Rank 0]: {names} to pass monitoredBarrier in 100 ms" in str(error.value)
+                dist.monitored_barrier(timeout=LONG, wait_all_ranks=wait_all)
+            assert f"[Rank 0]: {names} to pass monitoredBarrier in 2000 ms" in str(error.value)
         elif rank == 1:
             with pytest.raises(RuntimeError, match=r"Rank 1 successfully reached.*\n.*2, 3"):
                 dist.monitored_barrier(timeout=20 * SECOND)
@@ -140,7 +141,7 @@ def monitored_barrier_without_some_ranks() -> None:
     group, _ = subgroup()  # Ranks 1 to 3; gloo counts them from 0.
     if rank == 1:
         with pytest.raises(RuntimeError, match=r"Rank 2 failed to pass(.|\n)*rank 3 of the job"):
-            dist.monitored_barrier(group, timeout=0.1)
+            dist.monitored_barrier(group, timeout=LONG.total_seconds())
     elif rank == 2:
         with pytest.raises(RuntimeError, match="Rank 1 successfully reached"):
             dist.monitored_barrier(group, 20 * SECOND)

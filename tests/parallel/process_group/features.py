@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -55,11 +56,17 @@ def names(size: int) -> list[str]:
     return [feature.name for feature in FEATURES.values() if size in feature.sizes]
 
 
+def world() -> Any:
+    """The default process group."""
+    return dist.group.WORLD
+
+
 def run(chosen: list[str], timeout: timedelta) -> None:
     """Try features on this rank, and tell on rank 0 what all ranks have found."""
     for name in chosen:
         start, found = time.monotonic(), ""
         try:
+            world().set_timeout(timeout)  # Some features leave a group of their own.
             FEATURES[name].check()
         except Skipped as why:
             found = f"skip: {why}"
