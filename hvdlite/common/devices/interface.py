@@ -1,6 +1,6 @@
 """The interfaces between hvdlite and accelerators: what a vendor's plug-in gives, and what tensors.
 
-docs/devices.md explains them to implementers. A `Buffer` is flat contiguous memory of one dtype on
+docs/devices.md says how to give them. A `Buffer` is flat contiguous memory of one dtype on
 a device, in the form of the framework (a one-dimensional tensor of PyTorch): it can be sliced, and
 has `data_ptr()` and `numel()`. A stream is opaque; work that is queued on it is done in order.
 """
@@ -55,7 +55,8 @@ class Context(Protocol):
     else.
     """
 
-    # Names the device among those of all hosts: two ranks of a communicator may not share one.
+    # Names the device among those of all hosts, by host and address on the bus or a serial number:
+    # two ranks of a communicator may not share one.
     identity: str
     # Whether a thread that needs a result must sleep until it is there, as the device has no
     # streams that could wait in its place.
@@ -153,23 +154,26 @@ class DeviceLibrary(Protocol):
 
     name: str  # As log and timeline show it, such as "NCCL".
     device_kind: str  # The device type of tensors, such as "cuda".
-    # Whether two members may use one device.
+    # Whether two members of a communicator may use one device.
     shares_devices: bool
 
     def supports(self, collective: str, dtype: str, op: ReduceOp | None) -> bool:
         """Return whether it runs a collective: a method of `Communicator`, with no op if none.
 
-        Averages are asked for as sums, which hvdlite scales.
+        It is asked at `init` for each method, each of hvdlite's names of dtypes ("bfloat16") and
+        each operation. Averages are asked for as sums, which hvdlite scales.
         """
 
     def context(self, device: Any, local_rank: int) -> Context:
         """Return the context of a framework's `device`; of that of `local_rank` for None."""
 
     def unique_id(self) -> bytes:
-        """Return what `connect` needs, at the first member of a communicator."""
+        """Return what `connect` needs, at the first member; hvdlite carries it to the others."""
 
     def connect(self, unique_id: bytes, index: int, size: int, context: Any) -> Communicator:
         """Connect the member at `index` with the others, which call this too; may wait for them.
+
+        Whatever it raises lets all members stage their tensors.
 
         `context` is what the method `context` has returned.
 
