@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES
-from hvdlite.common.decisions.gaussian_process import Point, most_promising
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import Retune
 from hvdlite.common.plain.setting import MIB
@@ -29,6 +28,10 @@ WORTH = 0.02  # The share of the score that a change has to gain.
 MOST_NAMES = 1 << 16
 THRESHOLDS = tuple(MIB << power for power in range(9))  # 1 to 256 MiB.
 CYCLES_MS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+# Neighbours of the best on the grid of both, as a pattern search looks at them (Hooke and Jeeves,
+# "Direct Search Solution of Numerical and Statistical Problems", 1961): far ones, then near ones.
+STRIDES = (3, 1)
+DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
 PIECES = (PIECE_BYTES // 4, PIECE_BYTES * 4)  # Tried beside the default.
 
 # Yields the settings to measure, is sent their score in bytes per microsecond, returns the winner.
@@ -51,9 +54,8 @@ class Autotuner:
         self._steps = config.autotune_steps_per_sample
         self._to_drop = config.autotune_warmup_samples
         self._most_samples = config.autotune_max_samples
-        self._noise = config.autotune_noise
         self._defaults = _defaults(config)
-        self._joint = _joint(config)
+        self._grid = _grid(config)
         self._layered = layered(topology) and config.allreduce not in ("ring", "shm", "mpi")
         self._single = _single(config, topology)
         self._values = self._defaults
@@ -134,10 +136,9 @@ class Autotuner:
     # -- the search, as generators (see `_Search`)
 
     def _find(self) -> _Search:
-        scores: dict[Retune, list[float]] = {self._defaults: []}
-        scores[self._defaults].append((yield self._defaults))
-        yield from self._find_joint(scores)
-        best = max(scores, key=lambda values: median(scores[values]))
+        scores = {self._defaults: [(yield self._defaults)]}
+        yield from self._find_on_grid(scores)
+        best = _best(scores)
         for change in self._single:
             values = best._replace(**change)
             scores[values] = [(yield values)]
@@ -148,18 +149,22 @@ class Autotuner:
         self._samples.append(self._sample_of(best, median(scores[best])))
         return best
 
+    def _find_on_grid(self, scores: dict[Retune, list[float]]) -> Generator[Retune, float, None]:
+        """Measure what lies around the best, until nothing there is new or samples are spent."""
+        places = {values: place for place, values in self._grid.items()}
+        for stride in STRIDES:
+            while len(scores) < self._most_samples:
+                row, column = places[_best(scores)]
+                around = (
+                    self._grid.get((row + x * stride, column + y * stride)) for x, y in DIRECTIONS
+                )
+                new = next((values for values in around if values and values not in scores), None)
+                if new is None:
+                    break
+                scores[new] = [(yield new)]
+
     def _sample_of(self, values: Retune, score: float) -> Sample:
         return Sample(values, self._layered and values.allreduce != "ring", score)
-
-    def _find_joint(self, scores: dict[Retune, list[float]]) -> Generator[Retune, float, None]:
-        """Measure where Bayesian optimisation expects the largest improvement."""
-        points = {values: point for values, point in self._joint.items() if values not in scores}
-        for _ in range(min(self._most_samples - 1, len(points))):
-            measured = [(self._joint[v], median(v_scores)) for v, v_scores in scores.items()]
-            candidates = list(points)
-            values = candidates[most_promising(measured, list(points.values()), self._noise)]
-            del points[values]
-            scores[values] = [(yield values)]
 
     def _duel(self, best: Retune, scores: dict[Retune, list[float]]) -> _Search:
         """Measure the best and the defaults again, in turns; the defaults win a tie.
@@ -201,6 +206,10 @@ def layered(topology: Topology) -> bool:
     return len(topology.hosts) > 1 and any(len(host) > 1 for host in topology.hosts)
 
 
+def _best(scores: dict[Retune, list[float]]) -> Retune:
+    return max(scores, key=lambda values: median(scores[values]))
+
+
 def _worth_it(scores: Sequence[float], others: Sequence[float]) -> bool:
     """Return whether these scores are better by more than noise."""
     return median(scores) > (1 + WORTH) * median(others)
@@ -220,32 +229,20 @@ def _plane_is_free(config: Config) -> bool:
     return not {"allreduce", "hierarchical_allreduce"} & config.given and config.allreduce == "auto"
 
 
-def _joint(config: Config) -> dict[Retune, Point]:
-    """Return the settings that are tuned together, as points of the unit square.
-
-    The default settings come first.
-    """
+def _grid(config: Config) -> dict[tuple[int, int], Retune]:
+    """Return the settings that are tuned together, by the places of their values."""
     defaults = _defaults(config)
-    thresholds = [defaults.fusion_threshold_bytes]
+    thresholds = {defaults.fusion_threshold_bytes}
     if "fusion_threshold_bytes" not in config.given:
-        thresholds += THRESHOLDS
-    cycles = [defaults.cycle_time_ms]
+        thresholds |= {*THRESHOLDS}
+    cycles = {defaults.cycle_time_ms}
     if "cycle_time_ms" not in config.given:
-        cycles += CYCLES_MS
+        cycles |= {*CYCLES_MS}
     return {
-        defaults._replace(fusion_threshold_bytes=threshold, cycle_time_ms=cycle): (
-            _place(threshold, thresholds),
-            _place(cycle, cycles),
-        )
-        for threshold in thresholds
-        for cycle in cycles
+        (row, column): defaults._replace(fusion_threshold_bytes=threshold, cycle_time_ms=cycle)
+        for row, threshold in enumerate(sorted(thresholds))
+        for column, cycle in enumerate(sorted(cycles))
     }
-
-
-def _place(value: float, values: Sequence[float]) -> float:
-    """Return the share of `values` that are smaller, from 0 to 1, so that steps are even."""
-    ordered = sorted(set(values))
-    return ordered.index(value) / max(len(ordered) - 1, 1)
 
 
 def _single(config: Config, topology: Topology) -> list[dict[str, Any]]:

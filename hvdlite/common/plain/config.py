@@ -134,7 +134,7 @@ class CollectiveSettings:
     )  # fmt: skip
     autotune_noise: float = setting(
         0.8, "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", number(float, 0, "share of the variance", 1),
-        "How much of what samples differ by is noise, from 0 to 1.",
+        "Accepted, as Horovod has it, and without effect: nothing is assumed of the noise.",
         flag="--autotune-gaussian-process-noise", yaml="autotune.gaussian_process_noise",
     )  # fmt: skip
     trace_iterations: str = setting(
