@@ -9,16 +9,23 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- floors -->\n", "<!-- end of floors -->\n"
+LAUNCHER = """\
+The launcher lies in `launcher/` and is imported as `hvdlite.launcher`. It starts ranks and is none,
+so it imports only {}."""
 
 
 def table() -> str:
-    """Return the table: one row for each floor, from top to bottom."""
+    """Return the table from top to bottom, and the sentence on what the launcher imports."""
     tests = runpy.run_path(str(ROOT / "tests" / "test_floors.py"))
     lines = ["| packages | what is in them |", "|---|---|"]
     for packages in tests["FLOORS"]:
         names = "<br>".join(f"`{name.removeprefix('hvdlite.')}`" for name in packages)
         summaries = "<br>".join(summary(first_module(tests["MODULES"], name)) for name in packages)
         lines.append(f"| {names} | {summaries} |")
+    own = {"hvdlite.launcher", "hvdlite.launcher.decisions"}
+    imported = sorted(tests["LAUNCHER_IMPORTS"] - own)
+    names = ", ".join(f"`{name.removeprefix('hvdlite.')}`" for name in imported)
+    lines += ["", LAUNCHER.format(names)]
     return "\n".join(lines) + "\n"
 
 

@@ -26,6 +26,27 @@ def test_the_table_of_packages_is_up_to_date() -> None:
     assert (ROOT / "docs" / "architecture.md").read_text() == page, "run docs/make_floors.py"
 
 
+def test_walks_through_the_code_name_what_is_there() -> None:
+    """A line of a diagram in docs/architecture.md is a file, and something that it defines."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    walks = "".join(re.findall(r"```\n(.*?)```", page, re.DOTALL))
+    lines = [line for line in walks.splitlines() if ".py" in line]
+    assert len(lines) > 80
+    assert not [line for line in lines if not _is_defined(line)]
+
+
+def _is_defined(line: str) -> bool:
+    named = re.match(r"[ <>-]*([\w/]+\.py) {2,}([\w.]+)(?: {2}|$)", line)
+    if named is None:
+        return False
+    path = ROOT / named[1] if named[1].startswith("launcher/") else ROOT / "hvdlite" / named[1]
+    found: ast.AST | None = ast.parse(path.read_text()) if path.exists() else None
+    for name in named[2].split("."):
+        inside = ast.iter_child_nodes(found) if found is not None else ()
+        found = next((node for node in inside if getattr(node, "name", None) == name), None)
+    return found is not None
+
+
 def test_the_page_of_the_launcher_has_every_flag() -> None:
     page = (ROOT / "docs" / "launcher.md").read_text()
     missing = [each.flag for each in settings() if each.flag and f"`{each.flag}`" not in page]

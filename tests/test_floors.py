@@ -103,7 +103,6 @@ LAUNCHER_IMPORTS = {
     "hvdlite.common.meeting",
     "hvdlite.common.membership",
     "hvdlite.common.plain",
-    "hvdlite.common.segmentation",
     "hvdlite.ps.cluster",
     "hvdlite.ps.scheduler",
     "hvdlite.ps.server",

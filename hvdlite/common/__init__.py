@@ -15,27 +15,13 @@ A package imports from itself and from packages below it, never upwards:
     membership      the driver of an elastic job and its workers: who is in which world
     meeting         how ranks find each other: the exchange, its sources, proofs of identity
     connections     proven, framed and watched connections, and the loop that drives them
-    plain           messages, settings, entries, handles: data without behaviour
+    plain           messages, settings, entries, handles, and small things that all share
     segmentation    strategies that cut a list of gradients into segments: pure
     layouts         how tensors are cut among ranks, and which strategies cut operators so: pure
     timeline        what the engine did when, as a file in the Chrome trace format
     base            errors, warnings, reduce ops, bit masks, the topology
 
-The way of one gradient from a hook to `p.grad`:
-
-    training thread   api.submit              makes a Request and an Entry
-                      engine.inbox            holds the Entry, wakes the engine thread
-    engine thread     engine.response_memory  replaces a Request that was answered before by its bit
-                      engine.control_plane    reports it upwards; receives orders
-    of a leader       decisions.aggregator    waits until all ranks of its host have it
-    of rank 0         decisions.coordinator   all ranks have it: a Response
-                      decisions.fusion        Responses of one kind: a Segment
-    of every rank     engine.engine           finds the Entries of the Segment
-                      engine.executor         runs it on the backend of collectives.backend_choice
-                      plain.handles           completes their Handles
-    training thread   optimizer.step() waits for Handles that are not complete yet
-
-docs/architecture.md shows the same with the adapter's part and the questions that readers had.
+docs/architecture.md follows one gradient, a killed rank and one push through these packages.
 
 The names that users of Horovod import from `horovod.common` (basics, exceptions, process_sets,
 util) are aliases, which `hvdlite.module_aliases` lists.
