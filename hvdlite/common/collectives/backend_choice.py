@@ -27,7 +27,7 @@ from hvdlite.common.collectives.by_hosts.flat import FlatBackend
 from hvdlite.common.collectives.by_hosts.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.mpi import MpiBackend
-from hvdlite.common.collectives.native.shm import library
+from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.config import Config

@@ -38,7 +38,7 @@ from hvdlite.common.collectives.native.collectives import (
     MOST_RANKS,
     NativeShm,
 )
-from hvdlite.common.collectives.native.shm import Library
+from hvdlite.common.collectives.native.library import Library
 from hvdlite.common.transport.base import Transport
 
 SLOTS = 4

@@ -20,7 +20,7 @@ from hvdlite.common.collectives.backend_choice import Backends, build_backends
 from hvdlite.common.collectives.between_hosts.costs import Model
 from hvdlite.common.collectives.between_hosts.model_file import chosen_model
 from hvdlite.common.collectives.native.collectives import MOST_RANKS
-from hvdlite.common.collectives.native.shm import library
+from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.collectives.native.library import Library, library
 from hvdlite.common.collectives.native.segment import TYPES
-from hvdlite.common.collectives.native.shm import Library, library
 from hvdlite.ps.layouts.blocks import Array
 
 

@@ -16,7 +16,7 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.api.process_group_calls import recv, recv_async, send, send_async
 from hvdlite.common.collectives.native import short_call
-from hvdlite.common.collectives.native.shm import library
+from hvdlite.common.collectives.native.library import library
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set

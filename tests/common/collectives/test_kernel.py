@@ -19,7 +19,7 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Reduction
 from hvdlite.common.collectives.native import finding, kernel
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.common.collectives.native.shm import Library, library
+from hvdlite.common.collectives.native.library import Library, library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport

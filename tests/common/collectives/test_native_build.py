@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.collectives.native import shm as native_shm
+from hvdlite.common.collectives.native import library as native_library
 from hvdlite.common.collectives.native.build import Recipe
 from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.collectives.native.compiler import find_compiler
@@ -68,8 +68,8 @@ def answer(path: str) -> int:
 
 def forget() -> None:
     """Let this process look for the compiled allreduce as if it never had."""
-    native_shm._load.cache_clear()
-    native_shm._say_that_python_runs.cache_clear()
+    native_library._load.cache_clear()
+    native_library._say_that_python_runs.cache_clear()
 
 
 def suffixes(cache: Path) -> list[str]:
@@ -356,7 +356,7 @@ def test_a_compiler_that_fails_is_a_warning_and_none_is_none(
     try:
         with caplog.at_level(logging.INFO, "hvdlite"):
             for _ in range(2):  # init, shutdown and init again
-                assert native_shm.library("auto", first_of_host=first_of_host) is None
+                assert native_library.library("auto", first_of_host=first_of_host) is None
     finally:
         forget()
     said = {id(each): each for each in caplog.records if "run in Python" in each.getMessage()}

@@ -14,10 +14,10 @@ from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
-from hvdlite.common.collectives.native import shm as native_shm
+from hvdlite.common.collectives.native import library as native_library
 from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.collectives.native.collectives import PIECE_BYTES, SLOTS
-from hvdlite.common.collectives.native.shm import Library, library
+from hvdlite.common.collectives.native.library import Library, library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
@@ -165,9 +165,9 @@ def test_a_member_that_leaves_later_is_named() -> None:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native_shm._load.cache_clear()
+    native_library._load.cache_clear()
     yield tmp_path
-    native_shm._load.cache_clear()
+    native_library._load.cache_clear()
 
 
 def test_without_a_compiler_python_reduces(

@@ -13,7 +13,7 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Members
-from hvdlite.common.collectives.native.shm import library
+from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.engine import pending, short_call_data
 from hvdlite.common.engine import short_calls as short_calls_module

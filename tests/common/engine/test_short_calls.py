@@ -21,7 +21,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Members, Reduction
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.native.shm import library
+from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.native.short_call import Given, ShortExchange, set_data
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.process_sets import global_process_set

@@ -17,7 +17,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Members
-from hvdlite.common.collectives.native.shm import library
+from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.native.short_call import LARGE_BYTES, Given, ShortExchange
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.lists import split_rows

@@ -10,7 +10,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.common.collectives.native import short_call
-from hvdlite.common.collectives.native.shm import library
+from hvdlite.common.collectives.native.library import library
 from hvdlite.common.runtime.state import current
 from tests.common.engine.conftest import patient  # noqa: F401 - a fixture
 from tests.ranks import run_ranks

@@ -1,1 +1,1 @@
-"""Compiled code for allreduce inside a host, built on the user's machine."""
+"""Compiled collectives inside a host: shipped in wheels, or built on the machine of the user."""

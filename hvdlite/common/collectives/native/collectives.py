@@ -15,6 +15,7 @@ import numpy as np
 from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.in_place import InPlace
 from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.native.library import Library
 from hvdlite.common.collectives.native.segment import (
     Chains,
     SegmentArguments,
@@ -23,7 +24,6 @@ from hvdlite.common.collectives.native.segment import (
     point,
     set_reduction,
 )
-from hvdlite.common.collectives.native.shm import Library
 from hvdlite.common.transport.base import Transport, connection_lost
 
 SLOTS = 8  # of a rank, where the host has few ranks

@@ -195,7 +195,7 @@ Reduce reduce_signed(int64_t operation) {
   return reduce_by<Plain<Unsigned>>(operation);
 }
 
-// The codes of `native/shm.py`: TYPES and OPERATIONS.
+// The codes of `native/library.py`: TYPES and OPERATIONS.
 Reduce reduce_of(int64_t type, int64_t operation) {
   switch (type) {
     case 0: return reduce_by<Plain<float>>(operation);

@@ -1,4 +1,4 @@
-// What is to be done: the arguments of one call, `SegmentArguments` of native/shm.py.
+// What is to be done: the arguments of one call, `SegmentArguments` of native/library.py.
 
 #pragma once
 

@@ -20,8 +20,8 @@ import numpy as np
 from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.collectives import MOST_RANKS
+from hvdlite.common.collectives.native.library import Library
 from hvdlite.common.collectives.native.segment import address, codes
-from hvdlite.common.collectives.native.shm import Library
 from hvdlite.common.transport.base import SHORT_CALL_BYTES, Transport
 
 BOARD_BYTES = 8 << 10

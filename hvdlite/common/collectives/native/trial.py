@@ -16,7 +16,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.common.collectives.native.shm import Library, library
+from hvdlite.common.collectives.native.library import Library, library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.inprocess import InProcessWorld
 
