@@ -21,7 +21,7 @@ from hvdlite.common.collectives import backend_choice as select
 from hvdlite.common.collectives.backend_choice import build_backends, choose
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
-from hvdlite.common.collectives.by_hosts.hierarchical import HierarchicalBackend
+from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic, Casts, register_casts
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype

@@ -1,1 +1,1 @@
-"""Allreduce between hosts: its algorithms as data, what they cost, and what runs them."""
+"""What goes between hosts: algorithms as data, what they cost, and what runs them."""

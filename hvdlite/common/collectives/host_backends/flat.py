@@ -11,7 +11,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import Choice
 from hvdlite.common.collectives.between_hosts.pipeline import RingOrder
-from hvdlite.common.collectives.by_hosts.hosts import HostsBackend
+from hvdlite.common.collectives.host_backends.backend import HostsBackend
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.transport.base import Transport
 

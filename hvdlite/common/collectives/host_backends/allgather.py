@@ -13,9 +13,9 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import Algorithm
 from hvdlite.common.collectives.between_hosts.pipeline import Pipeline
-from hvdlite.common.collectives.by_hosts.host_slices import Inside, Layers
-from hvdlite.common.collectives.by_hosts.pieces import blocks_of, one_hot, pieces_of
 from hvdlite.common.collectives.chained_view import Chain
+from hvdlite.common.collectives.host_backends.host_slices import Inside, Layers
+from hvdlite.common.collectives.host_backends.pieces import blocks_of, one_hot, pieces_of
 from hvdlite.common.collectives.kernels import Arithmetic
 
 

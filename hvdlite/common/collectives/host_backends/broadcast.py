@@ -19,8 +19,8 @@ import numpy as np
 from hvdlite.common.collectives.base import Array
 from hvdlite.common.collectives.between_hosts.broadcast_paths import Path
 from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
-from hvdlite.common.collectives.by_hosts.host_slices import Inside, Layers
 from hvdlite.common.collectives.chained_view import Chain
+from hvdlite.common.collectives.host_backends.host_slices import Inside, Layers
 from hvdlite.common.transport.base import Pending, Transport
 
 BLOCK_BYTES = 1 << 20  # What the ranks of a host share at a time.

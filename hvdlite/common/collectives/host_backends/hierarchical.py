@@ -31,9 +31,9 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import Algorithm
 from hvdlite.common.collectives.between_hosts.pipeline import Pipeline
-from hvdlite.common.collectives.by_hosts.host_slices import Layers
-from hvdlite.common.collectives.by_hosts.hosts import HostsBackend
 from hvdlite.common.collectives.chained_view import Chain, even_chain, even_part
+from hvdlite.common.collectives.host_backends.backend import HostsBackend
+from hvdlite.common.collectives.host_backends.host_slices import Layers
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.shm import ShmBackend
 

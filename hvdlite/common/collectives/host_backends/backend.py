@@ -13,11 +13,11 @@ from hvdlite.common.collectives.between_hosts.broadcast_paths import paths_of
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES, tree_piece_bytes
 from hvdlite.common.collectives.between_hosts.pipeline import Pipeline
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
-from hvdlite.common.collectives.by_hosts.broadcast import Carriers, HostBroadcast
-from hvdlite.common.collectives.by_hosts.exchange import HostExchange
-from hvdlite.common.collectives.by_hosts.gather import HostGather
-from hvdlite.common.collectives.by_hosts.host_slices import Inside, Layers
-from hvdlite.common.collectives.by_hosts.scatter import HostScatter
+from hvdlite.common.collectives.host_backends.allgather import HostGather
+from hvdlite.common.collectives.host_backends.alltoall import HostExchange
+from hvdlite.common.collectives.host_backends.broadcast import Carriers, HostBroadcast
+from hvdlite.common.collectives.host_backends.host_slices import Inside, Layers
+from hvdlite.common.collectives.host_backends.reducescatter import HostScatter
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport

@@ -1,1 +1,0 @@
-"""Collectives among several hosts: shared memory inside each, few messages between them."""

@@ -1,0 +1,1 @@
+"""Backends for several hosts: shared memory inside each, few messages between them."""
