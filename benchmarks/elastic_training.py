@@ -21,7 +21,7 @@ from training import NETWORKS, Task
 import hvdlite.torch as hvd
 from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.runtime import worlds
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 
 if TYPE_CHECKING:
     from elastic_worker import Notes

@@ -24,7 +24,7 @@ import numpy as np
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime import worlds
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 
 LOOKS = 10
 

@@ -29,7 +29,7 @@ from simulated_hosts import TCP, add_link_options, describe, two_hosts
 
 import hvdlite.torch as hvd
 from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 
 AUTO = "auto"
 WAYS = {

@@ -37,7 +37,7 @@ from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.collectives.between_hosts.costs import COSTS, Model
 from hvdlite.common.collectives.between_hosts.model_file import save, usual_path
 from hvdlite.common.plain.numpy_adapter import Array
-from hvdlite.common.runtime import state
+from hvdlite.common.runtime.current import current
 
 ALONE = 2  # The exit code where there is nobody to talk with.
 WARM_CALLS = 5
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     hvd.init()
     commands = [options.run] if options.run else [helloworld, ring, latency, bandwidth]
-    if not options.run and len(state.current().topology.hosts) > 1:
+    if not options.run and len(current().topology.hosts) > 1:
         commands.append(model)
     if hvd.size() == 1 and commands != [helloworld]:
         words = shlex.join(sys.argv[1:] if argv is None else argv)
@@ -209,7 +209,7 @@ def bandwidth(options: argparse.Namespace) -> None:
 
 def model(options: argparse.Namespace) -> None:
     """Measure the network between the hosts, and write what the choice of allreduce goes by."""
-    hosts = len(state.current().topology.hosts)
+    hosts = len(current().topology.hosts)
     if hosts == 1:
         _show("all ranks are on one host: there is no network to measure")
         return

@@ -17,9 +17,9 @@ from hvdlite.common.elastic.notification import NotificationManager
 from hvdlite.common.membership.frames import World
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime.current import this_process
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import this_process
 from hvdlite.common.transport.inprocess import InProcessWorld
 
 TIME_LIMIT_SECONDS = 60

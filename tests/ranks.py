@@ -8,9 +8,9 @@ from typing import Any
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.plain.config import Config
+from hvdlite.common.runtime.current import use
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import use
 from tests.worlds import IN_PROCESS, make_world
 
 TIME_LIMIT_SECONDS = 60

@@ -13,7 +13,7 @@ import numpy as np
 import hvdlite.numpy as hvd
 from hvdlite.common.engine.short_calls import ShortCalls
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 
 LIMIT_SECONDS = 20
 # Nothing that a thread is about to wait for is reported before, also on a machine that is busy.

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.runtime.current import find
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import find
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.runtime.state import current
 from hvdlite.data.strategies import (
     DATA_PARALLEL,
     Cuts,

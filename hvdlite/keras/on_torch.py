@@ -13,7 +13,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.buckets import single_and_grouped
 from hvdlite.common.gradients.variables import Sources
-from hvdlite.common.runtime.state import for_collective
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation.strategies import Gradient
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced

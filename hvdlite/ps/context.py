@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.runtime import basics, lifecycle
-from hvdlite.common.runtime.state import this_process
+from hvdlite.common.runtime.current import this_process
 from hvdlite.ps.cluster.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
 from hvdlite.ps.roles import run_scheduler
 from hvdlite.ps.worker import checkpoints

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvdlite.common.runtime.state import find
+from hvdlite.common.runtime.current import find
 
 __all__ = ["log"]
 

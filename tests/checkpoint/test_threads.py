@@ -11,7 +11,7 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.checkpoint import files, manifest
-from hvdlite.common.runtime.state import current, use
+from hvdlite.common.runtime.current import current, use
 from tests.ranks import run_ranks
 
 pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")

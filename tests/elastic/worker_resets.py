@@ -13,7 +13,7 @@ import numpy as np
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime import lifecycle, worlds
-from hvdlite.common.runtime.state import this_process
+from hvdlite.common.runtime.current import this_process
 from tests.elastic.fake_driver import STOP
 from tests.elastic.worker_allreduce import say
 

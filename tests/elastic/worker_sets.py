@@ -9,8 +9,8 @@ import numpy as np
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.formed_sets import form_process_set
-from hvdlite.common.runtime.state import current
 from tests.elastic.fake_driver import STOP
 from tests.elastic.worker_allreduce import NUMBER, say
 

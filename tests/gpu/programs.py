@@ -104,7 +104,7 @@ def tensorflow(device: str) -> None:
     import tensorflow as tf
 
     import hvdlite.tf as hvd
-    from hvdlite.common.runtime.state import current
+    from hvdlite.common.runtime.current import current
     from hvdlite.tf.accelerators.library import accelerator_of
 
     for each in tf.config.list_physical_devices("GPU"):

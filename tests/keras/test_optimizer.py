@@ -14,7 +14,7 @@ import hvdlite.numpy as hvd_numpy
 from hvdlite.common.api import prepared_bucket
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
     BATCH,

@@ -9,7 +9,7 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.keras.training import (
     Weights,
     adam,

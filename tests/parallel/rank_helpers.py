@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 10) -> bool:
 def nothing_ends() -> bool:
     """Whether no engine of an earlier job goes on for other ranks."""
     from hvdlite.common.runtime import lifecycle
-    from hvdlite.common.runtime.state import this_process
+    from hvdlite.common.runtime.current import this_process
 
     lifecycle._forget_finished()
     return not this_process.shut_down

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.torch.mpi_ops import runner
 
 STEPS = 4

@@ -18,7 +18,7 @@ from hvdlite.common.api import prepared_bucket
 from hvdlite.common.api.tensor_entries import PlacedEntry, TensorEntry
 from hvdlite.common.gradients import buckets
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.tf.calls import bucket_call, collective_call
 from hvdlite.tf.optimizer.gradient_exchange import Reducer
 from tests.ranks import run_ranks

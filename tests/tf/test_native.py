@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.tf.native import graph_ops
 from tests.parallel.jobs import run_command
 from tests.ranks import TIME_LIMIT_SECONDS, run_ranks

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdlite.tf as hvd
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.common.segmentation.saved_results import save
 from hvdlite.common.segmentation.strategies import Gradient
 from tests.ranks import run_ranks

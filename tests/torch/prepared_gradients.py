@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 
 Tensor = torch.Tensor
 

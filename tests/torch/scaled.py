@@ -9,7 +9,7 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.resnet50 import PARAMETERS
 
 Runs = list[list[str]]

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 import hvdlite.torch as hvd
 from hvdlite.common.iterations.rows import IterationRow, read_rows
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

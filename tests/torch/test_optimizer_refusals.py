@@ -19,7 +19,7 @@ from hvdlite.common.gradients.buckets import (
     ENOUGH_BYTES_ON_DEVICES,
     enough_bytes,
 )
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 from tests.torch.small_net import SIZE, Tensor, flat, loss_of, net, sgd
 

@@ -15,7 +15,7 @@ from hvdlite.common.api.starting_forms import RepeatedCall
 from hvdlite.common.api.tensor_entries import PlacedEntry
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 from tests.torch.scaled import Watch, distributed, resnet, small, step
 from tests.torch.segment_models import SIZE, Branches, check

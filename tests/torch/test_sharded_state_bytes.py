@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.common.transport.inprocess import InProcessTransport
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ import hvdlite.torch as hvd
 from hvdlite.common.api import prepared_bucket
 from hvdlite.common.api.prepared_bucket import bundle_of
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.optimizer import gradient_exchange, in_flight
 from tests.ranks import run_ranks

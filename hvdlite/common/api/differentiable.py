@@ -15,8 +15,8 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import Runner
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.runtime.state import for_collective
 
 T = TypeVar("T")
 

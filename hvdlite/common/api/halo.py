@@ -19,8 +19,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from hvdlite.common.api.call_checks import members_of
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.state import for_collective
 
 T = TypeVar("T")
 

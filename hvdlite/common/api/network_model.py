@@ -23,7 +23,7 @@ from hvdlite.common.collectives.between_hosts.host_costs import (
 )
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.runtime import state
+from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 
@@ -66,7 +66,7 @@ LOCAL_BYTES = 8 << 20
 
 def measured_model() -> Model:
     """Measure this job's hosts, of which it has several; return the same model on every rank."""
-    runtime = state.current()
+    runtime = current()
     transport, default = runtime.transport, Model()
     local = _on_all(lambda: measure.local_message_seconds(transport))
     local_bytes = _on_all(
@@ -94,7 +94,7 @@ def compared_algorithms(
 
     The measured time is the median of three means over `calls` calls.
     """
-    runtime = state.current()
+    runtime = current()
     hosts, slices = len(runtime.topology.hosts), measure.taking_part(runtime.transport)
     found = []
     for size in sizes:
@@ -114,7 +114,7 @@ def compared_steps(
 
     By the model, and measured.
     """
-    hosts = ranks_of_hosts(state.current().topology)
+    hosts = ranks_of_hosts(current().topology)
     return {
         name: (
             step_seconds(model, name, hosts, tensors * nbytes, tensors),
@@ -128,7 +128,7 @@ def compared_collectives(
     model: Model, nbytes: int, calls: int
 ) -> dict[str, tuple[str, float, float]]:
     """Return, by collective, its way, and what it takes by the model, and measured."""
-    runtime = state.current()
+    runtime = current()
     hosts, found = ranks_of_hosts(runtime.topology), {}
     transport, backends = runtime.transport, runtime.engine.backends
     for each in COLLECTIVES:
@@ -153,7 +153,7 @@ def _slowest(times: Sequence[Sequence[float]]) -> float:
 
 def _call_and_message() -> tuple[float, float]:
     """Return the time of a call and of a round, by a line through small allreduces of all kinds."""
-    hosts = len(state.current().topology.hosts)
+    hosts = len(current().topology.hosts)
     rounds = [COSTS[name](Model(), hosts, 1, SMALL_BYTES).rounds for name in COSTS]
     times = [_measured_seconds(name, SMALL_BYTES, SMALL_CALLS) for name in COSTS]
     if len({*rounds}) < 2:
@@ -166,7 +166,7 @@ def _call_and_message() -> tuple[float, float]:
 
 def _measured_seconds(name: str, nbytes: int, calls: int, tensors: int = 1) -> float:
     """Return the time of an allreduce by an algorithm, on the slowest rank."""
-    runtime = state.current()
+    runtime = current()
     arrays = [np.zeros(max(1, nbytes // 4), np.float32) for _ in range(tensors)]
     transport, backends = runtime.transport, runtime.engine.backends
     return _slowest(
@@ -179,7 +179,7 @@ def _far_seconds(nbytes: int, call: float, message: float) -> float:
 
     `nbytes` are so many that the links take most of the time.
     """
-    hosts = len(state.current().topology.hosts)
+    hosts = len(current().topology.hosts)
     if hosts < 4:
         return 0.0  # All are near.
     nothing = Model(*[0.0] * len(Model.names()))
@@ -193,7 +193,7 @@ def _link_seconds(message: float) -> tuple[float, int]:
 
     They are so many that it takes long enough. The time of a first `message` is left out.
     """
-    transport, nbytes = state.current().transport, LEAST_BYTES
+    transport, nbytes = current().transport, LEAST_BYTES
     while True:
         seconds = max(_on_all(partial(measure.shift_seconds, transport, nbytes)))
         if seconds - message >= ENOUGH_SECONDS or nbytes >= MOST_BYTES:
@@ -207,7 +207,7 @@ def _on_all(probe: Callable[[], Any]) -> list[Any]:
     def together(name: str) -> None:
         _forms.broadcast(np.zeros(1), 0, name, global_process_set)
 
-    return allgather_object(run_on_engine(state.current(), "hvdlite.probe", together, probe))
+    return allgather_object(run_on_engine(current(), "hvdlite.probe", together, probe))
 
 
 def _middle(values: Iterable[float | None]) -> float:

@@ -23,9 +23,9 @@ from hvdlite.common.plain.adapter import DTYPES, Adapter, TensorSpec
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.numpy_adapter import NumpyAdapter
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import for_collective
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import PreparedBucket, start_bucket
 from hvdlite.common.api.submit import Operation, as_list, start
 from hvdlite.common.plain.adapter import Adapter
-from hvdlite.common.runtime.state import for_collective
+from hvdlite.common.runtime.current import for_collective
 
 T = TypeVar("T")
 Function = Callable[[list[T]], list[T]]

@@ -11,8 +11,8 @@ from hvdlite.common.api.runner import EngineRunner, Shaping
 from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall
 from hvdlite.common.plain.adapter import Adapter
+from hvdlite.common.runtime.current import find, for_collective
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import find, for_collective
 
 # Calls on one tensor in place that come again in each step: one object serves all of them.
 T = TypeVar("T")

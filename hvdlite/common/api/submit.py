@@ -20,9 +20,9 @@ from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.adapter import Adapter, TensorSpec
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import for_collective
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.elastic.source import Source
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.runtime.state import for_collective
+from hvdlite.common.runtime.current import for_collective
 
 # The pieces in which many arrays or tensors are sent as flat buffers.
 PIECE_BYTES = 64 << 20  # The most that a flat buffer takes, unless one array is larger.

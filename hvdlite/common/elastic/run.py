@@ -20,8 +20,8 @@ from hvdlite.common.elastic.notification import notification_manager
 from hvdlite.common.elastic.source import source_of
 from hvdlite.common.elastic.state import State
 from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime.current import find
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import find
 
 # The comparison of all ranks' weights after a reset, bit by bit (HVDLITE_ELASTIC_CHECK).
 

@@ -29,8 +29,8 @@ from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.cost import MeasuredIteration
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient

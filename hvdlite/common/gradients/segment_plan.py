@@ -12,9 +12,9 @@ from hvdlite.common.base.warn import warn_user
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.plain.messages import WHOLE_GROUP
+from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import current
 from hvdlite.common.segmentation.parsing import (
     UserChoice,
     by_index,

@@ -30,8 +30,8 @@ from hvdlite.common.iterations.rows import (
     open_rows,
 )
 from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import current
 
 FLUSH_SECONDS = 0.2  # how long iterations gather before they are written
 MOST_ROWS = 50_000  # the rows that `IterationTrace.rows` remembers: some 50 MB

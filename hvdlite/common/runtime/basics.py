@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from hvdlite.common.runtime.state import current, find
+from hvdlite.common.runtime.current import current, find
 
 log = logging.getLogger("hvdlite")
 

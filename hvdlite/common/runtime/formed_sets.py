@@ -12,8 +12,8 @@ from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
+from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.runtime.state import current
 
 
 def form_process_set(ranks: Iterable[int], timeout_seconds: float | None = None) -> ProcessSet:

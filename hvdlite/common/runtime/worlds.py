@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from hvdlite.common.membership.frames import World
 from hvdlite.common.runtime import lifecycle
-from hvdlite.common.runtime.state import find, this_process
+from hvdlite.common.runtime.current import find, this_process
 
 __all__ = [
     "World",

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime.state import find as find_runtime
+from hvdlite.common.runtime.current import find as find_runtime
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import ANSWER_SECONDS, WORKER, ClusterSettings, check_token
 from hvdlite.ps.connections.client import Client

@@ -11,9 +11,9 @@ import tensorflow as tf
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import ReducedCopies
 from hvdlite.common.plain.numpy_adapter import ALIGNMENT_BYTES, Array, NumpyAdapter, aligned_empty
+from hvdlite.common.runtime.current import finder
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import finder
 from hvdlite.tf.calls.collective_call import ADAPTER, Started
 
 

@@ -23,9 +23,9 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.runtime.current import finder
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import finder
 from hvdlite.tf.accelerators.placement import accelerator_now
 from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, DeviceTensor, lent
 from hvdlite.tf.accelerators.tensors import tensor_of as tensor_of_device

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array
-from hvdlite.common.runtime.state import find
+from hvdlite.common.runtime.current import find
 from hvdlite.tf.accelerators.placement import is_placed
 from hvdlite.tf.accelerators.tensors import lifted, on_host
 from hvdlite.tf.calls.collective_call import Call, Started, by_call

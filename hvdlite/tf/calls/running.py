@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdlite.common.api.call_checks import registered
-from hvdlite.common.runtime.state import find
+from hvdlite.common.runtime.current import find
 from hvdlite.tf.calls import python_graph_ops
 from hvdlite.tf.calls.collective_call import Call, run_now
 from hvdlite.tf.calls.graph_order import graphs_around

@@ -24,7 +24,7 @@ from hvdlite.common.plain.adapter import (
 )
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.runtime.state import for_collective
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.tf.calls.bucket_call import BucketCall
 
 READ, READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.runtime.state import find
+from hvdlite.common.runtime.current import find
 from hvdlite.tf.accelerators.library import accelerator_of
 from hvdlite.tf.accelerators.placement import is_placed, placing
 from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, placed_at

@@ -12,7 +12,7 @@ from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.buckets import ReductionConfig, batches_of, single_and_grouped
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
-from hvdlite.common.runtime.state import find
+from hvdlite.common.runtime.current import find
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.tf.calls.bucket_call import BucketCall
 from hvdlite.tf.calls.collective_call import TensorCall

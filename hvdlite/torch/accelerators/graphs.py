@@ -20,8 +20,8 @@ from hvdlite.common.collectives.base import Members
 from hvdlite.common.devices.communicators import connect
 from hvdlite.common.devices.interface import Communicator, Context, DeviceLibrary
 from hvdlite.common.runtime.basics import local_rank
+from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.state import current
 from hvdlite.common.transport.base import do_nothing
 from hvdlite.torch.accelerators.nccl import of_cuda
 from hvdlite.torch.device_modules import streams_of

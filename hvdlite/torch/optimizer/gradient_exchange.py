@@ -27,7 +27,7 @@ from hvdlite.common.gradients.buckets import (
     enough_bytes,
 )
 from hvdlite.common.gradients.segment_plan import SegmentPlan
-from hvdlite.common.runtime.state import for_collective
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.optimizer.flat_gradients import FlatGradients

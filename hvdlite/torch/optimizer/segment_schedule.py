@@ -20,7 +20,7 @@ import torch
 from hvdlite.common.gradients.auto_segments import AutoSegments, no_rank_has_joined
 from hvdlite.common.gradients.buckets import BucketSchedule, ReductionConfig
 from hvdlite.common.gradients.segment_plan import SegmentPlan
-from hvdlite.common.runtime.state import for_collective
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
 from hvdlite.torch.dtypes import DTYPE_NAMES
 from hvdlite.torch.functions import broadcast_object

@@ -30,9 +30,9 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.entries import Entry, Series
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.runtime.current import find
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import find
 from hvdlite.torch.process_group.arguments import translate
 from hvdlite.torch.process_group.backend import BACKEND
 from hvdlite.torch.process_group.tensors import ADAPTER, FittedEntry, KnownCall, overlap

@@ -12,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from hvdlite.common.meeting.torch_store import offered
+from hvdlite.common.runtime.current import current, find
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
 from hvdlite.common.runtime.lifecycle import init
 from hvdlite.common.runtime.process_sets import (
@@ -19,7 +20,6 @@ from hvdlite.common.runtime.process_sets import (
     global_process_set,
 )
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.state import current, find
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.backend import BACKEND, devices, is_available
 from hvdlite.torch.process_group.calls import Caller

@@ -11,8 +11,8 @@ import torch
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.gradients.buckets import ReductionConfig
+from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.runtime.state import for_collective
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.optimizer.gradient_exchange import named_by_position
 from hvdlite.torch.optimizer.sparsity import Layouts

@@ -29,7 +29,7 @@ from hvdlite.common.layouts.propagation import (
     propagate,
 )
 from hvdlite.common.layouts.search import Ends
-from hvdlite.common.runtime.state import find
+from hvdlite.common.runtime.current import find
 from hvdlite.torch.sharding.tracing import Trace, Traced, trace
 
 _STRATEGY = "_hvdlite_strategy"

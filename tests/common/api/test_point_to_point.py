@@ -19,8 +19,8 @@ from hvdlite.common.collectives.native import short_call
 from hvdlite.common.collectives.native.library import library
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.plain.config import Config
+from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
-from hvdlite.common.runtime.state import current, use
 from hvdlite.tools.timeline_reader import check
 from tests.backends import DTYPES, values
 from tests.ranks import run_ranks, run_threads

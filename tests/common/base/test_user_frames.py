@@ -22,7 +22,7 @@ from hvdlite.common.base.report_failure import (
     leave_out_own_frames,
     without_own_frames,
 )
-from hvdlite.common.runtime import state
+from hvdlite.common.runtime.current import this_process
 from tests.ranks import run_ranks
 
 HERE = str(Path(__file__))
@@ -63,7 +63,7 @@ def test_a_refused_call_is_shown_at_the_call() -> None:
 
 
 def test_a_mistake_in_hvdlite_is_shown_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state.this_process, "runtime", object())  # It has no attribute that counts.
+    monkeypatch.setattr(this_process, "runtime", object())  # It has no attribute that counts.
     error = caught(lambda: hvd.allreduce(np.ones(3)))
     assert isinstance(error, AttributeError)
     whole = files(error)

@@ -35,7 +35,7 @@ from hvdlite.common.collectives.between_hosts.schedules import (
     halving,
 )
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime import state
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
 NOTHING = Model(*[0.0] * len(Model.names()))
@@ -247,7 +247,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(
     def main(rank: int) -> Model:
         result = hvd.allreduce(np.full(3, float(rank)), op=hvd.Sum, name="first")
         assert result.tolist() == [10.0] * 3
-        return state.current().engine.backends.choice.model
+        return current().engine.backends.choice.model
 
     config = Config(network_model=str(tmp_path / "model.json"))
     hosts = [(rank,) for rank in range(5)]

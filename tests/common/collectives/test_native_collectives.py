@@ -23,7 +23,7 @@ from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.common.transport.base import Transport
 from tests import ranks
 from tests.backends import DTYPES, Program, all_members, quiet, run_on_transports

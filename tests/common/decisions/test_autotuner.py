@@ -24,7 +24,7 @@ from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.messages import Eviction, Report, Request, Response, Retune, Segment
 from hvdlite.common.plain.setting import MIB
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
 ONE_HOST = Topology.single_host(4)

@@ -14,7 +14,7 @@ import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

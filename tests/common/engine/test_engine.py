@@ -18,7 +18,7 @@ from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Abort, Request, encode
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 

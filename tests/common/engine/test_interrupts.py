@@ -13,7 +13,7 @@ import hvdlite.numpy as hvd
 from hvdlite.common.engine import engine, inbox, pending, short_calls
 from hvdlite.common.plain import handles
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 from tests.short_calls import begin, interrupted_after, until
 

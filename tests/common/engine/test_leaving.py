@@ -15,7 +15,7 @@ from hvdlite.common.api.process_group_calls import reduce
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.handles import Handle
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

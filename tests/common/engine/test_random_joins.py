@@ -19,7 +19,7 @@ import hvdlite.numpy as hvd
 from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.engine import control_plane
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 

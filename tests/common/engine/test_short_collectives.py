@@ -22,7 +22,7 @@ from hvdlite.common.collectives.native.short_call import LARGE_BYTES, Given, Sho
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.numpy_adapter import NumpyAdapter
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.ranks import run_ranks, run_threads
 from tests.short_calls import (

@@ -16,11 +16,11 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.process_set_table import ProcessSetTable
+from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
 from hvdlite.common.runtime.process_sets import (
     ProcessSet,
 )
-from hvdlite.common.runtime.state import current, use
 from tests.ranks import run_ranks, run_threads
 
 pytestmark = pytest.mark.timeout(60)

@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import hvdlite.numpy as hvd  # noqa: E402
 from hvdlite.common.base.errors import HorovodInternalError  # noqa: E402
 from hvdlite.common.runtime import lifecycle, worlds  # noqa: E402
-from hvdlite.common.runtime.state import current, this_process  # noqa: E402
+from hvdlite.common.runtime.current import current, this_process  # noqa: E402
 
 STEPS = int(os.environ.get("STEPS", "30"))
 MISMATCH_STEP = int(os.environ.get("MISMATCH_STEP", "-1"))

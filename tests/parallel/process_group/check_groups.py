@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlite.torch as hvd
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.parallel.process_group.features import feature
 
 

@@ -24,7 +24,7 @@ from hvdlite.common.devices.nccl.context import CudaContext
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.tf.accelerators import placement, trial
 from hvdlite.tf.accelerators.library import (
     Accelerator,

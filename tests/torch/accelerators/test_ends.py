@@ -16,7 +16,7 @@ import hvdlite.torch as hvd
 from fake_accelerator import FakeLibrary
 from fake_accelerator.context import FakeContext
 from hvdlite.common.api.submit import Operation
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.torch.accelerators.fakes import ON_HOST, Rank, on_fake, wait_for
 
 

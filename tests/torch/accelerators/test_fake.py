@@ -21,7 +21,7 @@ from fake_accelerator.context import FakeContext
 from fake_accelerator.streams import FakeEvent, FakeModule
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.devices import libraries
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.torch.accelerators.fakes import ON_HOST, Rank, on_fake, wait_for
 
 

@@ -13,7 +13,7 @@ from fake_accelerator import FakeLibrary
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.devices.communicators import layers_of
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.torch.accelerators.context import TorchContext
 from tests.common.devices.nccl.fake import Fake
 from tests.torch.accelerators.direct import CountingDevice, on_devices

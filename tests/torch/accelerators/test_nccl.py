@@ -24,7 +24,7 @@ from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.devices.nccl.library import KIND, CudaFramework, NcclLibrary
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from hvdlite.torch.accelerators.context import DTYPES
 from hvdlite.torch.accelerators.graphs import GraphCollectives
 from hvdlite.torch.adapter import TorchAdapter

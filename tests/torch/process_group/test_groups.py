@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import global_process_set
-from hvdlite.common.runtime.state import current
 from hvdlite.torch.process_group import rendezvous
 from hvdlite.torch.process_group.calls import Caller
 from hvdlite.torch.process_group.group import HvdliteProcessGroup

@@ -11,7 +11,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.common.collectives.native import short_call
 from hvdlite.common.collectives.native.library import library
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.current import current
 from tests.common.engine.conftest import patient  # noqa: F401 - a fixture
 from tests.ranks import run_ranks
 from tests.short_calls import GATHER, short_calls, until, was_short

@@ -1,6 +1,6 @@
 """The one module-level state: which job this process, or the calling thread, is a rank of.
 
-It stands below runtimes and does not know what one is: `hvdlite.common.runtime.state` does.
+It stands below runtimes and does not know what one is: `hvdlite.common.runtime.current` does.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime import caller
-from hvdlite.common.runtime.caller import ProcessState, not_initialized
+from hvdlite.common.runtime import process_state
+from hvdlite.common.runtime.process_state import ProcessState, not_initialized
 
 if TYPE_CHECKING:
     from hvdlite.common.runtime.elastic_worker import ElasticWorker
     from hvdlite.common.runtime.runtime import Runtime
 
-this_process: ProcessState[Runtime, ElasticWorker] = caller.this_process
+this_process: ProcessState[Runtime, ElasticWorker] = process_state.this_process
 
 
 def find() -> Runtime | None:
