@@ -14,7 +14,7 @@ from hvdlite.common.elastic.state import named_leaves
 from hvdlite.common.runtime.basics import rank
 from hvdlite.torch.elastic.tensors import Snapshot, broadcast_flat
 from hvdlite.torch.functions import share_optimizer_state
-from hvdlite.torch.optimizer.reducing import ReducingMixin
+from hvdlite.torch.optimizer.reducing_optimizer import ReducingMixin
 
 Tensor = torch.Tensor
 

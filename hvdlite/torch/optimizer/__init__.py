@@ -34,7 +34,7 @@ from hvdlite.torch.functions import broadcast_object, leave_zero_gradients
 from hvdlite.torch.optimizer.adasum import AdasumMixin
 from hvdlite.torch.optimizer.gradient_exchange import GradientExchange, named_by_position
 from hvdlite.torch.optimizer.in_flight import CASTS
-from hvdlite.torch.optimizer.reducing import NO_EFFECT, Names, ReducingMixin
+from hvdlite.torch.optimizer.reducing_optimizer import NO_EFFECT, Names, ReducingMixin
 from hvdlite.torch.subclass import wrap
 
 

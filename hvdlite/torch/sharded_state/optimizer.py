@@ -15,7 +15,7 @@ from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.optimizer.in_flight import CASTS
-from hvdlite.torch.optimizer.reducing import Names, ReducingMixin
+from hvdlite.torch.optimizer.reducing_optimizer import Names, ReducingMixin
 from hvdlite.torch.sharded_state.elementwise import check_elementwise, step_over
 from hvdlite.torch.sharded_state.exchange import ShardedExchange
 from hvdlite.torch.sharded_state.shards import State

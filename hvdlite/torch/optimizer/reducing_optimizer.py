@@ -1,4 +1,4 @@
-"""The optimizer for all other ops: gradients are reduced before the wrapped optimizer's step."""
+"""The optimizer for every op but Adasum: gradients are reduced before the wrapped optimizer's step."""
 
 from __future__ import annotations
 
