@@ -13,6 +13,7 @@ import pytest
 
 import hvdlite
 from hvdlite.common.collectives.table import SPECS, CollectiveSpec
+from hvdlite.module_aliases import own_name
 
 PACKAGE = Path(hvdlite.__file__).parent
 ROOT = PACKAGE.parent
@@ -204,6 +205,19 @@ def test_no_modules_import_each_other_in_a_circle(when: str) -> None:
     while free := below.keys() - set().union(*below.values()):
         below = {module: names for module, names in below.items() if module not in free}
     assert not below
+
+
+def test_imports_name_modules_that_exist() -> None:
+    """Also in functions and in scripts, which few tests run."""
+    folders = [PACKAGE, *(ROOT / name for name in ("launcher", "tests", "benchmarks", "examples"))]
+    missing = {}
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        named = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        own = {own_name(each) for each in named if each.startswith("hvdlite.")}
+        if unknown := own - MODULES.keys():
+            missing[str(path.relative_to(ROOT))] = unknown
+    assert not missing
 
 
 MOST_IN_A_FOLDER = 16  # Modules: more than a reader takes in at a glance.

@@ -1,4 +1,4 @@
-"""The optimizer for every op but Adasum: gradients are reduced before the wrapped optimizer's step."""
+"""The optimizer for every op but Adasum: gradients are reduced before the wrapped step."""
 
 from __future__ import annotations
 
