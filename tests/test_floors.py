@@ -315,11 +315,7 @@ ACCEPTS = {
     "hvdlite.tf.data.meeting",
     "hvdlite.torch.accelerators.store",
 }
-PROVES = {
-    "hvdlite.common.transport.tcp.connect",
-    "hvdlite.ps.connections.admission",
-    "hvdlite.ps.connections.channel",
-}
+PROVES = {"hvdlite.common.transport.tcp.connect"}
 NO_CONNECTION = {"hvdlite.torch.elastic.state"}  # What it accepts is a state of training.
 
 

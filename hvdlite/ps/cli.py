@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     del given["role"]
     try:
         from hvdlite.ps.roles import run_scheduler
-    except ImportError as error:  # pyzmq or safetensors are missing: it says how to install them.
+    except ImportError as error:  # safetensors is missing: it says how to install it.
         return _say(error, USAGE_CODE)
     try:
         settings = read_settings({**os.environ, **given, "HVDLITE_ROLE": "scheduler"})

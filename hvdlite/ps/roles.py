@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.connections.address import Address, parse_address
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import (
     ANSWER_SECONDS,
+    SCHEDULER,
     SERVER,
     ClusterSettings,
     address_towards,
     check_token,
 )
-from hvdlite.ps.connections.channel import Listener, new_context
-from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.client import Client, name_of
 from hvdlite.ps.connections.records import OFF, Records
 from hvdlite.ps.scheduler.scheduler import Scheduler
 from hvdlite.ps.server.checkpoints import ServerCheckpoints
@@ -42,11 +44,12 @@ def run_scheduler(settings: ClusterSettings) -> None:
     What it has to know again after an end lies beside the snapshots, where there are any.
     """
     check_token(settings)
-    context = new_context(settings.curve_token)
-    host, _, port = settings.scheduler.rpartition(":")
-    listener = Listener(context, f"tcp://{'*' if settings.token else host}:{port}")
+    address = parse_address(settings.scheduler, "HVDLITE_SCHEDULER")
+    if settings.token:  # Others may know this host by any of its addresses.
+        address = Address(port=address.port)
+    listener = Listener(address, SCHEDULER, settings.token, encrypted=settings.curve, carries=False)
     state_file = Path(settings.snapshots) / STATE_FILE if settings.snapshots else None
-    scheduler = Scheduler(listener, settings.plan, settings.token, state_file)
+    scheduler = Scheduler(listener, settings.plan, state_file)
     failed_since: float | None = None
 
     def ended() -> bool:
@@ -63,7 +66,6 @@ def run_scheduler(settings: ClusterSettings) -> None:
         scheduler.forget()
     finally:
         listener.close()
-        context.term()
     if failed_since is not None:
         raise HorovodInternalError(scheduler.membership.failure)
 
@@ -78,11 +80,15 @@ def run_server(
     cannot go on.
     """
     check_token(settings)
-    context = new_context(settings.curve_token)
-    listener = Listener(context, f"tcp://{_own_address(settings)}:*")
+    listener = Listener(
+        Address(_own_address(settings).strip("[]")),
+        SERVER,
+        settings.token,
+        encrypted=settings.curve,
+    )
     listener.open_memory()
-    identity = f"server {settings.node_id} {os.getpid()} {os.urandom(8).hex()}".encode()
-    client = Client(identity, settings.curve_token)
+    identity = name_of(SERVER, settings.node_id)
+    client = Client(identity, settings.token, encrypted=settings.curve)
     news: dict[str, Any] = {}
     client.on_failure = lambda error: news.update(client_failure=str(error))
     enrolment = Enrolment(
@@ -99,10 +105,10 @@ def run_server(
         server = Server(
             listener, new_updater, incarnation=welcome["incarnation"],
             workers=welcome["workers"], snapshots=folder, snapshot_every=settings.snapshot_every,
-            token=settings.token, records=records, layout=welcome["layout"],
+            records=records, layout=welcome["layout"],
             reached=welcome["reached"],
         )  # fmt: skip
-        migration = Migration(server, welcome["number"], client, enrolment, settings.token)
+        migration = Migration(server, welcome["number"], client, enrolment)
         ServerCheckpoints(server, welcome["number"], migration.is_sent)
         end = _End(server, migration, welcome["number"], news)
         server.serve(lambda: killed() or end())
@@ -117,7 +123,6 @@ def run_server(
         records.close()
         client.close()
         listener.close()
-        context.term()
 
 
 def _own_address(settings: ClusterSettings) -> str:

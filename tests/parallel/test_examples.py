@@ -75,7 +75,7 @@ def test_digits_are_read(script: str, framework: Framework, ranks: int, tmp_path
     [("sync", "mpi"), pytest.param("async", "independent", marks=RARELY)],
 )
 def test_digits_are_read_from_servers(mode: str, workers: str) -> None:
-    needs("sklearn", "torch", "zmq")
+    needs("sklearn", "torch", "safetensors")
     flags = ("--ps-servers", "1", "--ps-workers", workers)
     words = "torch_ps_digits.py", "--mode", mode
     output = run(2, *words, launcher=flags, HVDLITE_LAUNCHER="ssh", **TORCH[1])
@@ -228,7 +228,7 @@ def test_tensor_parallel_layers(tmp_path: Path) -> None:
 
 
 def test_a_recommender_learns_with_its_rows_on_servers() -> None:
-    needs("torch", "zmq")
+    needs("torch", "safetensors")
     servers = ("--ps-servers", "2")
     output = run(2, "torch_ps_embedding.py", "--steps", 300, launcher=servers, **TORCH[1])
     found = re.findall(r"area under the curve: ([\d.]+)", output)

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.connections.address import Address
 from hvdlite.ps.cluster.membership import ClusterPlan
-from hvdlite.ps.cluster.settings import SERVER, WORKER, ClusterSettings
-from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
+from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.roles import run_server
 from hvdlite.ps.scheduler.registry import TableOptions
@@ -75,7 +76,7 @@ class Cluster:
             curve=curve, start_seconds=LIMIT_SECONDS, server_seconds=LIMIT_SECONDS,
             snapshots=str(folder / "snapshots") if every else "", snapshot_every=every or 1,
         )  # fmt: skip
-        self._port: Any = "*"
+        self._port = 0
         self.workers: list[Worker] = []
         self.start_scheduler()
         self.servers: list[Loop] = []
@@ -91,15 +92,17 @@ class Cluster:
         ready = threading.Event()
 
         def body(ended: Callable[[], bool]) -> None:
-            context = new_context(self.settings.curve_token)
-            listener = Listener(context, f"tcp://127.0.0.1:{self._port}")
-            self._port = listener.address.rpartition(":")[2]
+            words = self.settings
+            listener = Listener(
+                Address("127.0.0.1", self._port), SCHEDULER, words.token, encrypted=words.curve,
+                carries=False,
+            )  # fmt: skip
+            self._port = int(listener.address.rpartition(":")[2])
             state = self.folder / "scheduler.json"
-            self.state = Scheduler(listener, self.plan, self.settings.token, state)
+            self.state = Scheduler(listener, self.plan, state)
             ready.set()
             self.state.serve(ended)
             listener.close()
-            context.term()
 
         self.scheduler = Loop(body)
         assert ready.wait(LIMIT_SECONDS)

@@ -6,23 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.ps.connections.channel import Caller, Listener, new_context
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.connections.address import Address
+from hvdlite.ps.cluster.settings import SCHEDULER, SERVER
+from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Message
+from tests.ps.peers import Peer
 
 
-@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1"])
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 def test_a_listener_is_reached_by_both_versions_of_the_protocol(host: str) -> None:
-    context = new_context()
-    try:
-        listener = Listener(context, f"tcp://{host}:*")
-    except Exception as error:
-        if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
-            pytest.skip(f"this host has no IPv6: {error}")
-        raise
-    caller = Caller(context, listener.address, b"a peer")
-    caller.send(Message("beat", 5))
-    received = listener.receive(5.0)
-    caller.close()
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this host has no IPv6")
+    listener = Listener(Address(host), SERVER)
+    peer = Peer(listener.address, SERVER, token=b"")
+    peer.caller.connected = lambda: peer.caller.send(Message("beat", 5))
+    received = None
+    while received is None:
+        peer.loop.run_once(0.01)
+        received = listener.receive(0.01)
+    peer.close()
     listener.close()
-    context.term()
-    assert received is not None and received[1].request == 5
+    assert received[1].request == 5
+
+
+def test_without_a_token_nobody_listens_where_other_hosts_come() -> None:
+    with pytest.raises(ConfigError, match="is not the loopback interface: set HVDLITE_PS_TOKEN"):
+        Listener(Address(), SCHEDULER)
+    Listener(Address(), SCHEDULER, b"a secret").close()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.connections import client as client_module
+from hvdlite.common.connections.address import Address
+from hvdlite.ps.cluster.settings import SERVER
 from hvdlite.ps.connections import memory_exchange
-from hvdlite.ps.connections.channel import Caller, Listener, new_context
+from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.connections.shared_memory import SharedMemory
 from tests.ps.cluster import Cluster, trainers, wait_until
@@ -63,34 +65,6 @@ def test_a_call_that_raises_fails_its_own_handle() -> None:
     assert handle.ended_within(20)
     with pytest.raises(HorovodInternalError, match="KeyError"):
         handle.wait()
-    client.close()
-
-
-def test_a_process_may_connect_while_the_thread_goes_through_its_connections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As it does with the scheduler, when the thread has just begun."""
-    reached, connected = threading.Event(), threading.Event()
-    poll = client_module.poll
-
-    def slowly(callers: Mapping[Caller, object], wake_fd: int, seconds: float) -> list[Caller]:
-        each = iter(callers)
-        first = [*itertools.islice(each, 1)]
-        if first:
-            reached.set()
-            assert connected.wait(20)
-        return poll(dict.fromkeys([*first, *each]), wake_fd, seconds)
-
-    monkeypatch.setattr(client_module, "poll", slowly)
-    client = Client(b"a worker")
-    client.connect("tcp://127.0.0.1:1")
-    client.call(lambda: None)
-    assert reached.wait(20)
-    client.connect("tcp://127.0.0.1:2")
-    connected.set()
-    handle = client.ask(lambda done: done(Message("done")))
-    assert handle.ended_within(20)
-    assert handle.wait().kind == "done"  # The thread has not failed.
     client.close()
 
 
@@ -142,38 +116,87 @@ def test_memory_is_shared_again_when_there_are_descriptors_again() -> None:
 
 def test_a_connection_may_end_while_another_one_is_read() -> None:
     """As a worker hears from the scheduler that a server has gone which has just answered it."""
-    context = new_context()
-    listeners = [Listener(context, "tcp://127.0.0.1:*") for _ in range(2)]
+    listeners = [Listener(Address("127.0.0.1"), SERVER) for _ in range(2)]
     client = Client(b"a peer")
     heard: list[Message] = []
     try:
-        first, second = connections = [client.connect(each.address) for each in listeners]
+        first, second = connections = [client.connect(each.address, SERVER) for each in listeners]
 
-        def end_the_second(message: Message) -> None:
-            heard.append(message)
-            client.disconnect(second)
+        def end_the_other(one: Connection, other: Connection) -> Callable[[Message], None]:
+            def receive(message: Message) -> None:
+                heard.append(message)
+                client.disconnect(other)
 
-        first.receive = end_the_second
+            return receive
+
+        first.receive, second.receive = end_the_other(first, second), end_the_other(second, first)
         client.call(lambda: [each.send(Message("beat")) for each in connections])
         asked = [listener.receive(20) for listener in listeners]
-        held = threading.Event()
+        held, answered = threading.Event(), threading.Event()
 
         def wait_for_both() -> None:
             held.set()
-            for connection in connections:
-                assert connection.caller.socket.poll(20_000)
+            assert answered.wait(20)
 
         client.call(wait_for_both)
         assert held.wait(20)
         for listener, received in zip(listeners, asked, strict=True):
             assert received is not None
             listener.send(received[0], Message("beat", received[1].request))
+        answered.set()
         wait_until(lambda: bool(heard))
         later = client.ask(lambda done: done(Message("done")))
         assert later.ended_within(20)
         assert later.wait().kind == "done"  # The thread has not failed.
+        assert len(heard) == 1
     finally:
         client.close()
         for listener in listeners:
             listener.close()
-        context.term()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_connection_that_breaks_is_made_again_and_asks_again(encrypted: bool) -> None:
+    listener = Listener(Address("127.0.0.1"), SERVER, b"a secret", encrypted=encrypted)
+    client = Client(b"worker 0", b"a secret", encrypted=encrypted)
+    try:
+        connection = client.connect(listener.address, SERVER)
+        heard: list[Message] = []
+        connection.receive = heard.append
+        client.call(lambda: [connection.send(Message("beat")) for _ in range(2)])
+        for _ in range(3):  # What was asked is asked again.
+            peer, _ = listener.receive(20) or (b"", Message(""))
+            assert peer == b"worker 0" and not heard
+            listener.drop(peer)
+        while len(heard) < 2:
+            received = listener.receive(0.01)
+            if received is not None:
+                listener.send(received[0], Message("beat", received[1].request))
+        assert {each.request for each in heard} == {1, 2}
+    finally:
+        client.close()
+        listener.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_large_payloads_come_as_they_were_sent(encrypted: bool) -> None:
+    listener = Listener(Address("127.0.0.1"), SERVER, b"a secret", encrypted=encrypted)
+    client = Client(b"worker 0", b"a secret", encrypted=encrypted)
+    made = np.random.default_rng(5)
+    sizes = [0, 1, 16384, 3_000_001, 70_000]
+    sent = [made.integers(0, 256, size, np.uint8) for size in sizes]
+    payloads = [memoryview(each) for each in sent]
+    try:
+        connection = client.connect(listener.address, SERVER)
+        heard: list[Message] = []
+        connection.receive = heard.append
+        client.call(lambda: connection.send(Message("push", table="t", payloads=payloads)))
+        peer, message = listener.receive(20) or (b"", Message(""))
+        assert [bytes(each) for each in message.payloads] == [bytes(each) for each in sent]
+        listener.send(peer, message._replace(kind="values"))
+        while not heard:
+            listener.receive(0.001)
+        assert [bytes(each) for each in heard[0].payloads] == [bytes(each) for each in sent]
+    finally:
+        client.close()
+        listener.close()

@@ -4,68 +4,33 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import zmq
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.connections.prove import CONNECTS
-from hvdlite.ps.cluster.settings import SERVER, ClusterSettings, check_token
-from hvdlite.ps.connections.admission import proved, tagged
-from hvdlite.ps.connections.channel import MOST_STRANGERS_BYTES
-from hvdlite.ps.connections.messages import Message, pack, parse
+from hvdlite.common.connections.frames import PREFIX, frame
+from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, ClusterSettings, check_token
+from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, pack
 from hvdlite.ps.server import snapshots
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers, wait_until
+from tests.ps.peers import Peer
 
 NewCluster = Callable[..., Cluster]
-ANSWER_MILLISECONDS = 10_000
-
-
-class Peer:
-    """Somebody who can connect, and speaks the language of members."""
-
-    def __init__(self, context: Any, address: str, name: bytes = b"") -> None:
-        self.socket = context.socket(zmq.DEALER)
-        if name:
-            self.socket.setsockopt(zmq.IDENTITY, name)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
-        self.key: bytes | None = None  # Since it has proved itself.
-
-    def say(self, *words: Any) -> None:
-        head, *payloads = pack(Message(*words))
-        if self.key is not None:
-            head = tagged(head, self.key, CONNECTS)
-        self.socket.send_multipart([head, *payloads])
-
-    def hear(self) -> Message:
-        assert self.socket.poll(ANSWER_MILLISECONDS), "nobody answers"
-        return parse(self.socket.recv_multipart())
-
-    def ask(self, *words: Any) -> Message:
-        self.say(*words)
-        return self.hear()
-
-    def enter(self, token: bytes, role: str = SERVER, **about: Any) -> Message:
-        nonce = self.ask("hello", 1).body["nonce"]
-        said, key = proved(about, nonce, token, role)
-        answer = self.ask("hello", 2, "", 0, 0, said)
-        self.key = key
-        return answer
+PUSH = pack(Message("push", 1, "t"))
 
 
 @contextmanager
-def peer_of(address: str, name: bytes = b"") -> Iterator[Peer]:
-    context = zmq.Context()
-    peer = Peer(context, address.partition(" ")[0], name)
+def peer_of(cluster: Cluster, address: str, name: bytes = b"worker of a test") -> Iterator[Peer]:
+    role = SCHEDULER if address == address_of_scheduler(cluster) else SERVER
+    peer = Peer(address, role, name)
     try:
         yield peer
     finally:
-        peer.socket.close()
-        context.term()
+        peer.close()
 
 
 def address_of(cluster: Cluster, server: int) -> str:
@@ -73,23 +38,7 @@ def address_of(cluster: Cluster, server: int) -> str:
 
 
 def address_of_scheduler(cluster: Cluster) -> str:
-    return f"tcp://{cluster.settings.scheduler}"
-
-
-@pytest.mark.parametrize("where", [lambda c: address_of(c, 0), address_of_scheduler])
-def test_a_hello_that_no_member_says_ends_nobody(
-    new_cluster: NewCluster, where: Callable[[Cluster], str]
-) -> None:
-    """JSON cannot say bytes: a hello with some must not end the process that compares its proof."""
-    cluster = new_cluster(1, 1)
-    (trainer,) = trainers(cluster, 1)
-    with peer_of(where(cluster)) as stranger:
-        nonce = stranger.ask("hello", 1).body["nonce"]
-        said = {"nonce": nonce, "proof": b"x" * 32, "more": b"bytes"}
-        assert stranger.ask("hello", 2, "", 0, 0, said).kind == "refused"
-    trainer.train(4)
-    assert bits(trainer.values) == train_in_one(4, lambda _step: [0])
-    assert [cluster.servers[0].error, cluster.scheduler.error] == [None, None]
+    return cluster.settings.scheduler
 
 
 @pytest.mark.parametrize(
@@ -103,13 +52,13 @@ def test_a_hello_that_no_member_says_ends_nobody(
         ("ready", {"change": 1}),
     ],
 )
-def test_strangers_order_the_scheduler_nothing(
+def test_who_has_not_enrolled_orders_the_scheduler_nothing(
     new_cluster: NewCluster, kind: str, body: dict[str, Any]
 ) -> None:
     cluster = new_cluster(2, 1)
     (trainer,) = trainers(cluster, 1)
     before = cluster.state._turns.loads
-    with peer_of(address_of_scheduler(cluster)) as stranger:
+    with peer_of(cluster, address_of_scheduler(cluster)) as stranger:
         assert stranger.ask(kind, 1, "", 0, 0, body).kind == "restarted"
     trainer.train(2)
     assert cluster.state.registry.layout.num_servers == 2
@@ -117,31 +66,50 @@ def test_strangers_order_the_scheduler_nothing(
 
 
 @pytest.mark.parametrize("where", [lambda c: address_of(c, 0), address_of_scheduler])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_what_strangers_send_is_not_read_where_it_is_too_large(
-    new_cluster: NewCluster, where: Callable[[Cluster], str], parts: int
+@pytest.mark.parametrize(
+    "begins",
+    [
+        PREFIX.pack(MOST_HEAD_BYTES + 1, 0),
+        PREFIX.pack(8, 1 << 20),
+        PREFIX.pack(1 << 16, 0) + b"\xdd\0\1\0\0" + b"\x80" * (1 << 16),
+        frame(pack(Message("beat", 1)), [b"what a beat has not"]),
+        PREFIX.pack(len(PUSH), 1) + struct.pack("<Q", 1 << 62) + PUSH,
+    ],
+    ids=["a large head", "many arrays", "no head", "an array too much", "a large array"],
+)
+def test_a_member_says_what_has_bounds_or_loses_its_connection(
+    new_cluster: NewCluster, where: Callable[[Cluster], str], begins: bytes
 ) -> None:
-    """A byte of a message may become an object of 72: only a hello has the room that it needs."""
     cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
-    large: dict[str, Any] = {"a": [{}] * MOST_STRANGERS_BYTES} if parts == 1 else {}
-    with peer_of(where(cluster)) as stranger:
-        stranger.say("hello", 1, "", 0, 0, large, [b"more"] * (parts - 1))
-        assert stranger.ask("hello", 2).request == 2  # What comes first is answered first.
+    (trainer,) = trainers(cluster, 1)
+    with peer_of(cluster, where(cluster)) as peer:
+        peer.wait(lambda: peer.caller.takes)
+        assert peer.caller._link is not None
+        peer.caller._link.send_bytes(begins)
+        peer.wait(lambda: bool(peer.caller.trouble))
+        assert peer.ask("beat", 2).request == 2  # It may come again.
+    trainer.train(4)
+    assert bits(trainer.values) == train_in_one(4, lambda _step: [0])
 
 
 def test_members_ask_what_belongs_to_their_roles(new_cluster: NewCluster) -> None:
     cluster = new_cluster(2, 1)
     (trainer,) = trainers(cluster, 1)
-    with peer_of(address_of(cluster, 0)) as peer:
-        assert peer.enter(b"a secret", server=1).kind == "welcome"
+    with peer_of(cluster, address_of(cluster, 0), b"server 1") as peer:
         answer = peer.ask("push", 3, "t", 0, 1, {})
         assert (answer.kind, answer.body["why"]) == (
             "failed", "a server must not ask a server for push",
         )  # fmt: skip
-    with peer_of(address_of(cluster, 0)) as peer:
-        assert peer.enter(b"a secret", worker=0, tables=[]).kind == "welcome"
-        assert peer.ask("take", 3, "t", 0, 1, {}).kind == "failed"
+    with peer_of(cluster, address_of(cluster, 0)) as peer:
+        answer = peer.ask("take", 3, "t", 0, 1, {})
+        assert (answer.kind, answer.body["why"]) == (
+            "failed", "a worker must not ask a server for take",
+        )  # fmt: skip
+    with peer_of(cluster, address_of_scheduler(cluster), b"server 1") as peer:
+        hello = {"role": "worker", "node_id": "x", "num_servers": 2, "num_workers": 1}
+        assert (
+            "a server says that it is a worker" in peer.ask("hello", 3, "", 0, 0, hello).body["why"]
+        )
     with pytest.raises(Exception, match="only a server asks for plan, and this is a worker"):
         trainer.worker.ask(Message("plan", body={"change": 1}))
 

@@ -71,7 +71,7 @@ OF_THREAD = threading.local()
 
 class Link:
     def __init__(self, client: Client, address: str) -> None:
-        self.connection = client.connect(address)
+        self.connection = client.connect(address, "server")
         self.send = self.connection.send
 
     def add(self, shard: Any) -> None:

@@ -5,37 +5,38 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-import msgpack
 import numpy as np
 import pytest
-import zmq
 
 from hvdlite.common.base.errors import (
     ConfigError,
     HorovodInternalError,
     HorovodVersionMismatchError,
 )
+from hvdlite.common.connections.address import Address
 from hvdlite.numpy import ps
 from hvdlite.ps import context
-from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.ps.cluster.settings import SERVER
+from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
-from hvdlite.ps.connections.messages import PROTOCOL, Message
+from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.updater import Added
 from hvdlite.ps.worker.server_link import ServerLink
 from tests.ps.cluster import Cluster, Loop
+from tests.ps.test_versions import SAYS, other_version
 
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    made = Client(b"worker 0")
+    made = Client(b"worker 0", b"the right one")
     yield made
     made.close()
 
 
 def asked(client: Client, address: str) -> Message:
     """Return what a server answers to a request; raise what it refuses with."""
-    link = ServerLink(client, 0, lambda: 0, b"the right one")
+    link = ServerLink(client, 0, lambda: 0)
     client.call(lambda: link.follow(address))
     handle = client.ask(lambda done: link.ask(Message("save"), done))
     assert handle.ended_within(20)
@@ -44,41 +45,17 @@ def asked(client: Client, address: str) -> Message:
 
 
 def test_a_server_of_another_version_is_named(client: Client) -> None:
-    zmq_context = zmq.Context()
-    socket = zmq_context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    ended = threading.Event()
-
-    def answer() -> None:
-        while not ended.is_set():
-            if socket.poll(20):
-                peer, *_ = socket.recv_multipart()
-                socket.send_multipart([peer, msgpack.packb([PROTOCOL + 1, "refused"])])
-
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    try:
-        words = rf"protocol {PROTOCOL} is installed here, but another rank runs {PROTOCOL + 1}: in"
-        with pytest.raises(HorovodVersionMismatchError, match=words):
-            asked(client, f"tcp://127.0.0.1:{port}")
-    finally:
-        ended.set()
-        thread.join(20)
-        socket.close()
-        zmq_context.term()
+    with other_version() as address, pytest.raises(HorovodVersionMismatchError, match=SAYS):
+        asked(client, address)
 
 
 def test_a_server_with_another_token_is_named(client: Client) -> None:
     def body(ended: Callable[[], bool]) -> None:
-        zmq_context = new_context()
-        listener = Listener(zmq_context, "tcp://127.0.0.1:*")
+        listener = Listener(Address("127.0.0.1"), SERVER, b"another")
         addresses.append(listener.address)
         ready.set()
-        token = b"another"
-        Server(listener, lambda _: Added(), incarnation=1, workers=[0], token=token).serve(ended)
+        Server(listener, lambda _: Added(), incarnation=1, workers=[0]).serve(ended)
         listener.close()
-        zmq_context.term()
 
     addresses: list[str] = []
     ready = threading.Event()

@@ -2,280 +2,180 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-import zmq
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.connections.prove import CONNECTS, LISTENS
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.connections import prove
+from hvdlite.common.connections.prove import Challenge
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
-from hvdlite.ps.connections.admission import Admission, proved, tagged
-from hvdlite.ps.connections.channel import STRANGERS_SAY, Caller, Listener, new_context
 from hvdlite.ps.connections.client import Client
-from hvdlite.ps.connections.messages import KINDS, Message, pack, parse
-from hvdlite.ps.worker import worker as worker_module
+from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.worker import Worker
-from tests.ps.cluster import Cluster, bits, train_in_one, trainers, wait_until
+from tests.ps.cluster import Cluster, bits, train_in_one, trainers
+from tests.ps.hostile import begin, claim_with
+from tests.ps.peers import TOKEN, Peer
 from tests.ps.test_door import address_of, address_of_scheduler, peer_of
 
 NewCluster = Callable[..., Cluster]
 LIMIT_SECONDS = 20.0
-TOKEN, KEY = b"a secret", b"k" * 32
-few = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
 class Rogue:
     """Who answers at the address of a scheduler or a server, and does not know the token.
 
-    `answers(message)` returns kinds and bodies. `heard` has what has come.
+    It takes each claim, gives a proof of its own, and notes what comes then.
     """
 
-    def __init__(self, answers: Callable[[Message], list[tuple[str, dict[str, Any]]]]) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._answers = answers
-        self.heard: list[Message] = []
-        self.asked_again = threading.Event()  # What was answered has come again.
-        self._ended = threading.Event()
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.heard: list[bytes] = []  # After each claim.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        answered: set[tuple[str, int]] = set()
-        while not self._ended.is_set():
-            if not self._socket.poll(20):
-                continue
-            peer, *frames = self._socket.recv_multipart()
-            message = parse(frames)
-            self.heard.append(message)
-            if message.kind != "hello" and (message.kind, message.request) in answered:
-                self.asked_again.set()
-            answered.add((message.kind, message.request))
-            for kind, body in self._answers(message):
-                head = pack(Message(kind, message.request, message.table, 1, 1, body))[0]
-                self._socket.send_multipart([peer, head])
-                self._socket.send_multipart([peer, tagged(head, KEY, LISTENS)])
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # It is closed.
+                return
+            with contextlib.suppress(OSError), connection:
+                connection.settimeout(LIMIT_SECONDS)
+                challenge = Challenge.new()
+                connection.sendall(challenge.pack())
+                data = connection.recv(prove.PROVEN_CLAIM_BYTES, socket.MSG_WAITALL)
+                if len(data) == prove.PROVEN_CLAIM_BYTES:
+                    claim = prove.Claim.unpack(data[: prove.CLAIM.size])
+                    connection.sendall(prove.acceptance(b"a guess", challenge, claim))
+                    self.heard.append(connection.recv(1000))
 
     def close(self) -> None:
-        self._ended.set()
-        self._thread.join(LIMIT_SECONDS)
+        with contextlib.suppress(OSError):  # It was closed before.
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._context.term()
+        self._thread.join(LIMIT_SECONDS)
 
 
 @pytest.fixture
-def new_rogue() -> Iterator[Callable[..., Rogue]]:
-    made: list[Rogue] = []
-
-    def new(*words: Any) -> Rogue:
-        made.append(Rogue(*words))
-        return made[-1]
-
-    yield new
-    for rogue in made:
-        rogue.close()
-
-
-@pytest.mark.parametrize("challenges", [False, True])
-def test_nothing_but_a_hello_goes_to_a_scheduler_that_proves_nothing(
-    new_rogue: Callable[..., Rogue], monkeypatch: pytest.MonkeyPatch, challenges: bool
-) -> None:
-    """It could name servers of its own otherwise, which get gradients and give weights."""
-    about = {
-        "number": 0, "incarnation": 1, "servers": [[0, "tcp://127.0.0.1:9", 1]], "workers": [0],
-        "failure": "", "job": "x", "layout": 1, "layout_servers": 1, "change": None,
-    }  # fmt: skip
-
-    def answers(message: Message) -> list[tuple[str, dict[str, Any]]]:
-        if challenges and "proof" not in message.body:
-            return [("challenge", {"nonce": os.urandom(16)})]
-        return [("welcome", about), ("beat", about)]
-
-    rogue = new_rogue(answers)
-    monkeypatch.setattr(worker_module, "ANSWER_SECONDS", 0.0)
-    strayed = ClusterSettings(
-        WORKER, f"127.0.0.1:{rogue.port}", 1, 1, token=TOKEN, independent=True, start_seconds=0.5
-    )
-    with pytest.raises(HorovodInternalError, match="has not let this worker in"):
-        Worker(strayed)
-    assert {message.kind for message in rogue.heard} <= {"hello"}
-
-
-def test_answers_of_a_server_that_proves_nothing_are_none(
-    new_rogue: Callable[..., Rogue],
-) -> None:
-    def answers(message: Message) -> list[tuple[str, dict[str, Any]]]:
-        if message.kind == "hello" and "proof" not in message.body:
-            return [("challenge", {"nonce": os.urandom(16)})]
-        return [("welcome", {}), ("saved", {}), ("beat", {})]
-
-    rogue = new_rogue(answers)
-    client = Client(b"worker 0")
-    link = ServerLink(client, 0, lambda: 0, TOKEN)
-    client.call(lambda: link.follow(f"tcp://127.0.0.1:{rogue.port}"))
-    handle = client.ask(lambda done: link.ask(Message("save"), done))
-    try:
-        assert rogue.asked_again.wait(LIMIT_SECONDS)
-        assert link._connection is not None
-        caller = link._connection.caller
-        wait_until(lambda: caller.heard_unproved)
-        assert not handle.poll()
-    finally:
-        client.close()
-
-
-words = st.one_of(st.none(), st.integers(0, 9), st.binary(max_size=20), st.text(max_size=5))
-said = st.tuples(
-    st.sampled_from(sorted(KINDS)),
-    st.dictionaries(st.sampled_from(["nonce", "proof", "own", "why", "number"]), words),
-    st.sampled_from(["no tag", "another key", "the other end", "right"]),
-)
-
-
-def tagged_as(how: str, head: bytes, end: bytes) -> bytes:
-    other = CONNECTS if end == LISTENS else LISTENS
-    tags = {
-        "no tag": head, "another key": tagged(head, b"x" * 32, end),
-        "the other end": tagged(head, KEY, other), "right": tagged(head, KEY, end),
-    }  # fmt: skip
-    return tags[how]
-
-
-class Pair:
-    """A listener and a caller that have proved themselves, and raw sockets in their places."""
-
-    def __init__(self) -> None:
-        self._context = new_context()
-        self.listener = Listener(self._context, "tcp://127.0.0.1:*")
-        self.listener.asks_for_proof = True
-        self.listener.let_in(b"a member", KEY)
-        self.asks = self._context.socket(zmq.DEALER)
-        self.asks.setsockopt(zmq.IDENTITY, b"a member")
-        self.asks.connect(self.listener.address)
-        self.answers = self._context.socket(zmq.ROUTER)
-        port = self.answers.bind_to_random_port("tcp://127.0.0.1")
-        self.caller = Caller(self._context, f"tcp://127.0.0.1:{port}", b"a member")
-        self.caller.asks_for_proof, self.caller.key = True, KEY
-        self.caller.send(Message("beat"))
-        self.peer = self.answers.recv_multipart()[0]
-
-    def close(self) -> None:
-        for socket in (self.asks, self.answers):
-            socket.close(0)
-        self.caller.close()
-        self.listener.close()
-        self._context.term()
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def rogue() -> Iterator[Rogue]:
+    made = Rogue()
     yield made
     made.close()
 
 
-LAST = Message("beat", 1 << 20)  # Behind all that is said, so that nothing is waited for in vain.
+def test_nothing_goes_to_a_scheduler_that_proves_nothing(rogue: Rogue) -> None:
+    """It could name servers of its own otherwise, which get gradients and give weights."""
+    strayed = ClusterSettings(WORKER, rogue.address, 1, 1, token=TOKEN, independent=True)
+    with pytest.raises(ConfigError, match="the scheduler says: HVDLITE_PS_TOKEN is another one"):
+        Worker(strayed)
+    rogue.close()
+    assert set(rogue.heard) == {b""}
 
 
-@few
-@given(st.lists(said, max_size=12))
-def test_in_the_name_of_a_member_others_say_hello_and_nothing_else(
-    pair: Pair, sequence: list[tuple[str, dict[str, Any], str]]
-) -> None:
-    for number, (kind, body, how) in enumerate(sequence, 1):
-        head = pack(Message(kind, number, body=body))[0]
-        pair.asks.send(tagged_as(how, bytes(head), CONNECTS))
-    pair.asks.send(tagged(pack(LAST)[0], KEY, CONNECTS))
-    heard: list[Message] = []
-    while not heard or heard[-1] != LAST:
-        received = pair.listener.receive(LIMIT_SECONDS)
-        if received is not None:
-            heard.append(received[1])
-    expected = [
-        (number, kind)
-        for number, (kind, _, how) in enumerate(sequence, 1)
-        if how == "right" or kind == "hello"
-    ]
-    assert [(each.request, each.kind) for each in heard[:-1]] == expected
+def test_nothing_goes_to_a_server_that_proves_nothing(rogue: Rogue) -> None:
+    client = Client(b"worker 0", TOKEN)
+    link = ServerLink(client, 0, lambda: 0)
+    client.call(lambda: link.follow(rogue.address))
+    handle = client.ask(lambda done: link.ask(Message("save"), done))
+    try:
+        assert handle.ended_within(LIMIT_SECONDS)
+        with pytest.raises(ConfigError, match="server 0 says: HVDLITE_PS_TOKEN is another one"):
+            handle.wait()
+    finally:
+        client.close()
+    rogue.close()
+    assert set(rogue.heard) == {b""}
 
 
-@few
-@given(st.lists(said, max_size=12))
-def test_an_end_that_listens_is_believed_nothing_before_its_proof(
-    pair: Pair, sequence: list[tuple[str, dict[str, Any], str]]
-) -> None:
-    for number, (kind, body, how) in enumerate(sequence, 1):
-        head = pack(Message(kind, number, body=body))[0]
-        pair.answers.send_multipart([pair.peer, tagged_as(how, bytes(head), LISTENS)])
-    pair.answers.send_multipart([pair.peer, tagged(pack(LAST)[0], KEY, LISTENS)])
-    heard: list[Message] = []
-    while not heard or heard[-1] != LAST:
-        assert pair.caller.socket.poll(round(LIMIT_SECONDS * 1000))
-        heard += pair.caller.received()
-    expected = [
-        (number, kind)
-        for number, (kind, _, how) in enumerate(sequence, 1)
-        if how == "right" or kind in STRANGERS_SAY
-    ]
-    assert [(each.request, each.kind) for each in heard[:-1]] == expected
+def reply(connection: socket.socket) -> int:
+    """Return the code with which a claim is answered."""
+    data = connection.recv(prove.REPLY.size, socket.MSG_WAITALL)
+    return int(prove.REPLY.unpack(data)[0])
 
 
-def test_a_proof_is_for_one_role_and_one_nonce() -> None:
-    scheduler, server = Admission(TOKEN, SCHEDULER), Admission(TOKEN, SERVER)
-    said, key = proved({"worker": 0}, scheduler.nonce_for(b"p"), TOKEN, SCHEDULER)
-    server._nonces[b"p"] = scheduler.nonce_for(b"p")  # As one who stands between them could do.
-    assert server.admit(b"p", said) is None
-    assert scheduler.admit(b"p", said) == key
-    scheduler.nonce_for(b"p")
-    assert scheduler.admit(b"p", said) is None
+def test_a_proof_for_the_scheduler_opens_no_server(new_cluster: NewCluster) -> None:
+    """As one who stands between them could try."""
+    cluster = new_cluster(1, 1)
+    trainers(cluster, 1)
+    for role, code in (("ps scheduler", prove.OTHER_ROLE), ("ps server", prove.ACCEPTED)):
+        with begin(address_of(cluster, 0)) as relay:
+            relay.sendall(claim_with(relay, TOKEN, role, b"worker 9"))
+            assert reply(relay) == code
+
+
+def test_a_proof_is_for_one_connection(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1)
+    trainers(cluster, 1)
+    address = address_of_scheduler(cluster)
+    with begin(address) as first, begin(address) as second:
+        claim = claim_with(first, TOKEN, "ps scheduler", b"worker 9")
+        for connection, code in ((second, prove.OTHER_SECRET), (first, prove.ACCEPTED)):
+            connection.sendall(claim)
+            if connection is second:
+                connection.recv(prove.CHALLENGE.size, socket.MSG_WAITALL)
+            assert reply(connection) == code
 
 
 def test_who_knows_the_name_of_a_member_orders_the_scheduler_nothing(
     new_cluster: NewCluster,
 ) -> None:
-    """ZeroMQ hands a name over to whoever connects with it last."""
     cluster = new_cluster(2, 1)
     (trainer,) = trainers(cluster, 1)
     trainer.train(3)
     name = trainer.worker._client._identity
-    with peer_of(address_of_scheduler(cluster), name) as stranger:
-        for number, (kind, body) in enumerate(
-            [("leave", {}), ("scale", {"servers": 1}), ("over", {"turn": 1, "steps": {}})], 1
-        ):
-            stranger.say(kind, number, "", 0, 1, body)
-        assert stranger.ask("hello", 9).request == 9
+    with begin(address_of_scheduler(cluster)) as stranger:
+        stranger.sendall(claim_with(stranger, b"a guess", "ps scheduler", name))
+        assert reply(stranger) == prove.OTHER_SECRET
     trainer.train(8)
     assert bits(trainer.values) == train_in_one(8, lambda _step: [0])
     assert cluster.state._wanted == cluster.state.registry.layout.num_servers == 2
     assert [loop.error for loop in [*cluster.servers, cluster.scheduler]] == [None] * 3
 
 
-def test_a_member_is_known_by_the_connection_that_has_proved_it_last(
+def test_a_name_belongs_to_the_connection_that_has_proved_it_last(
     new_cluster: NewCluster,
 ) -> None:
     cluster = new_cluster(1, 1)
     trainers(cluster, 1)
-    with peer_of(address_of(cluster, 0)) as first, peer_of(address_of(cluster, 0)) as second:
-        assert first.enter(TOKEN, worker=7, tables=[]).kind == "welcome"
-        assert first.ask("beat", 3).kind == "beat"
-        assert second.enter(TOKEN, worker=7, tables=[]).kind == "welcome"
-        assert first.ask("beat", 4).kind == "challenge"
-        assert second.ask("beat", 3).kind == "beat"
+    address = address_of(cluster, 0)
+    with peer_of(cluster, address) as first, peer_of(cluster, address) as second:
+        assert first.ask("beat", 1).kind == "beat"
+        assert second.ask("beat", 1).kind == "beat"
+        first.wait(lambda: bool(first.caller.trouble))
+        assert first.caller.trouble == "it has closed the connection"
 
 
-def test_a_proof_for_the_scheduler_opens_no_server(new_cluster: NewCluster) -> None:
+def test_a_worker_is_known_by_the_process_that_has_said_hello_last(
+    new_cluster: NewCluster,
+) -> None:
     cluster = new_cluster(1, 1)
     trainers(cluster, 1)
-    with peer_of(address_of(cluster, 0)) as peer:
-        assert peer.enter(TOKEN, SCHEDULER, worker=7, tables=[]).kind == "refused"
+    hello = {"worker": 7, "tables": []}
+    address = address_of(cluster, 0)
+    with (
+        peer_of(cluster, address, b"worker 7 before") as first,
+        peer_of(cluster, address, b"worker 7 after") as second,
+    ):
+        for known in (False, True):
+            answer = first.ask("hello", 1, "", 0, 0, hello)
+            assert (answer.kind, answer.body["is_known"]) == ("welcome", known)
+        assert not second.ask("hello", 1, "", 0, 0, hello).body["is_known"]
+        first.wait(lambda: bool(first.caller.trouble))
+        assert not first.ask("hello", 2, "", 0, 0, hello).body["is_known"]
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, SERVER])
+def test_who_guesses_is_refused(new_cluster: NewCluster, role: str) -> None:
+    cluster = new_cluster(1, 1)
+    trainers(cluster, 1)
+    address = address_of(cluster, 0) if role == SERVER else address_of_scheduler(cluster)
+    stranger = Peer(address, role, token=b"a guess")
+    stranger.wait(lambda: bool(stranger.refused))
+    assert not stranger.caller.takes
+    stranger.close()

@@ -14,7 +14,7 @@ from hvdlite.ps.connections.messages import Message
 class Peer:
     """Answers when it is told to."""
 
-    sharing = None
+    sharing, takes = None, True
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -23,9 +23,10 @@ class Peer:
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
-    def received(self) -> list[Message]:
+    def answer(self, connection: Connection) -> None:
         answers, self.answers = self.answers, []
-        return answers
+        for message in answers:
+            connection.take(message)
 
 
 def test_a_request_is_sent_again_ever_more_rarely_until_it_is_answered() -> None:
@@ -47,10 +48,23 @@ def test_a_request_is_sent_again_ever_more_rarely_until_it_is_answered() -> None
     peer.answers += [Message("pushed", request, "t")] * 2  # Both of its sendings are answered.
     heard: list[Message] = []
     connection.receive = heard.append
-    connection.read()
+    peer.answer(connection)
     now[0] += 60.0
     connection.look()
     assert (len(heard), connection.resent) == (1, len(times))
+
+
+def test_what_is_under_way_is_not_sent_again_and_all_is_on_another_connection() -> None:
+    peer, now = Peer(), [0.0]
+    connection = Connection(cast("Caller", peer), lambda: now[0])
+    requests = [connection.send(Message("push", table="t")) for _ in range(2)]
+    peer.takes = False
+    for _ in range(5):
+        now[0] = connection.look()
+    connection.look()
+    assert (len(peer.sent), connection.resent) == (2, 0)
+    connection.send_again()
+    assert [message.request for message in peer.sent] == requests * 2
 
 
 def test_a_pull_is_not_sent_again_while_a_large_answer_may_be_on_its_way() -> None:
@@ -62,7 +76,7 @@ def test_a_pull_is_not_sent_again_while_a_large_answer_may_be_on_its_way() -> No
     connection.look()
     assert [message.request for message in peer.sent] == [first] * 2  # Nothing large is known yet.
     peer.answers.append(Message("values", first, "t", payloads=[large]))
-    connection.read()
+    peer.answer(connection)
     connection.send(Message("push", table="t", payloads=[large]))
     connection.send(Message("pull", table="t"))
     now[0] += 1.9

@@ -100,8 +100,6 @@ def test_workers_rows_are_added_in_their_order() -> None:
 class RowServer(RunningServer):
     """A server of rows to which pushes are added."""
 
-    token = b""
-
     def _updater(self, described: Any) -> Any:
         return AddedRows(RowStore(described.name, described.rows.spec))
 
@@ -115,7 +113,7 @@ class RowWorker:
         self.client = Client(b"w%d" % number)
         options = TableOptions(mode, average=False, rows=SPEC.fields, **options_)
 
-        links = [ServerLink(self.client, n, lambda: number, b"") for n in range(len(servers))]
+        links = [ServerLink(self.client, n, lambda: number) for n in range(len(servers))]
         for link, server in zip(links, servers, strict=True):
             link.follow(server.address)
         answer = Message("layout", body={"servers": len(servers), "layout": 1})

@@ -27,7 +27,7 @@ def test_all_names_mean_the_same() -> None:
     assert read_settings({**MINDSPORE, "HVDLITE_PS_TOKEN": "secret"}) == own
     assert read_settings({**PS_LITE, **OWN}) == own
     found = read_settings(PS_LITE)
-    assert found is not None and found.address == "tcp://node1:4242"
+    assert found is not None and found.scheduler == "node1:4242"
 
 
 def test_a_process_without_a_role_is_in_no_cluster() -> None:

@@ -1,55 +1,70 @@
-"""What strangers send never ends a scheduler or a server, and changes nothing for the others."""
+"""What strangers and broken members send ends nobody, and changes nothing for the others."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-import msgpack
-import zmq
+import pytest
 
-from hvdlite.ps.connections.messages import KINDS, PROTOCOL
+from hvdlite.common.connections import prove
+from hvdlite.common.connections.listener import MOST_STRANGERS
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers
+from tests.ps.hostile import attack, begin, claim_with, rogues
+from tests.ps.test_door import address_of, address_of_scheduler, peer_of
+
+NewCluster = Callable[..., Cluster]
+WHERE = [lambda cluster: address_of(cluster, 0), address_of_scheduler]
+ENDLESS = 64 << 20
 
 
-def frames_of(choose: random.Random) -> list[bytes]:
-    """Return frames that are random, truncated, or well formed with wrong contents."""
-
-    def anything(depth: int = 0) -> object:
-        kind = choose.randrange(8 if depth < 3 else 6)
-        if kind == 6:
-            return [anything(depth + 1) for _ in range(choose.randrange(4))]
-        if kind == 7:
-            words = ["worker", "table", "version", "nonce", "proof", "specs", "share", "change"]
-            return {choose.choice(words): anything(depth + 1) for _ in range(3)}
-        return [None, True, -1, 1 << 62, "x", choose.randbytes(8)][kind]
-
-    head = [PROTOCOL, choose.choice(sorted(KINDS)), choose.randrange(9), "t", 1, 1, {}]
-    if choose.random() < 0.7:
-        head[choose.randrange(7)] = anything()
-    else:
-        head[6] = {"worker": 0, "table": anything(), "body": anything(), "source": 1, "change": 1}
-    packed = msgpack.packb(head)
-    if choose.random() < 0.2:
-        packed = packed[: choose.randrange(len(packed))]
-    return [packed, *[choose.randbytes(choose.randrange(20)) for _ in range(choose.randrange(3))]]
+@pytest.mark.parametrize("seed", [7, 8])
+def test_no_message_ends_a_server_or_the_scheduler(new_cluster: NewCluster, seed: int) -> None:
+    attack(new_cluster(2, 1), 60, 400, seed)
 
 
-def test_no_message_ends_a_server_or_the_scheduler(new_cluster: Callable[..., Cluster]) -> None:
-    cluster = new_cluster(2, 1)
+def test_a_member_believes_nobody_who_proves_nothing() -> None:
+    rogues(random.Random(7), 30)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("secret", [b"a guess", None])
+def test_a_stranger_cannot_fill_the_memory(
+    new_cluster: NewCluster, where: Callable[[Cluster], str], secret: bytes | None
+) -> None:
+    """As one endless message, behind a claim whose proof is wrong, or instead of one."""
+    cluster = new_cluster(1, 1)
     (trainer,) = trainers(cluster, 1)
-    trainer.train(3)
-    choose, context = random.Random(7), zmq.Context()
-    members = cluster.state.membership.members.values()
-    addresses = [member.address.partition(" ")[0] for member in members]
-    for address in [*filter(None, addresses), f"tcp://{cluster.settings.scheduler}"]:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(address)
-        for _ in range(300):
-            socket.send_multipart(frames_of(choose))
-        socket.close()
-    trainer.train(8)
-    assert bits(trainer.values) == train_in_one(8, lambda _step: [0])
-    assert [loop.error for loop in [*cluster.servers, cluster.scheduler]] == [None] * 3
-    context.term()
+    with begin(where(cluster)) as stranger:
+        claim = b"" if secret is None else claim_with(stranger, secret, "ps server", b"worker 0")
+        stranger.sendall(claim)
+        sent, part = 0, bytes(1 << 16)
+        with pytest.raises(OSError, match=r"reset|[Pp]ipe"):
+            while sent < ENDLESS:
+                sent += stranger.send(part)
+    trainer.train(4)
+    assert bits(trainer.values) == train_in_one(4, lambda _step: [0])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_silent_connections_keep_nobody_out(
+    new_cluster: NewCluster, where: Callable[[Cluster], str]
+) -> None:
+    """There are few of them at a time: the oldest makes room for who comes."""
+    cluster = new_cluster(1, 1)
+    (trainer,) = trainers(cluster, 1)
+    held = [begin(where(cluster)) for _ in range(MOST_STRANGERS + 40)]
+    try:
+        trainer.train(3)
+        for each in held[:40]:
+            each.settimeout(20)
+            with pytest.raises(ConnectionResetError):
+                while each.recv(prove.CHALLENGE.size):
+                    pass
+        with peer_of(cluster, where(cluster)) as member:  # Who comes anew is let in.
+            assert member.ask("beat", 1).request == 1
+        trainer.train(6)
+    finally:
+        for each in held:
+            each.close()
+    assert bits(trainer.values) == train_in_one(6, lambda _step: [0])

@@ -74,7 +74,7 @@ class Worker:
 
     def send(self, table: Table, message: Message) -> list[Answer]:
         peer = b"w%d" % self.number
-        message = parse([bytes(frame) for frame in pack(message)])
+        message = parse(pack(message))._replace(payloads=message.payloads)
         if message.kind == "start":
             return table.start(peer, self.number, message, self.workers)
         if message.kind == "offer":
@@ -113,7 +113,9 @@ class Worker:
 def deliver(table: Table, workers: Mapping[bytes, Worker], answers: list[Answer]) -> None:
     while answers:
         peer, message = answers.pop(0)
-        answers += workers[peer].hear(table, parse([bytes(part) for part in pack(message)]))
+        answers += workers[peer].hear(
+            table, parse(pack(message))._replace(payloads=message.payloads)
+        )
 
 
 def train_in_one(steps: int, workers: Sequence[int], numbers: Sequence[Any] = ()) -> list[Array]:

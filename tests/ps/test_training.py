@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.connections.address import Address
 from hvdlite.common.plain.handles import Handle
-from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.ps.cluster.settings import SERVER
+from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
@@ -37,10 +39,9 @@ class RunningServer:
     """A server in a thread, at a socket of this host; it may end and come again."""
 
     every = 0  # Snapshots are made each so many versions; 0: never.
-    token: bytes | None = None  # Without one, it lets everybody ask, and proves nothing.
 
     def __init__(self, number: int, folder: Path, workers: Sequence[int]) -> None:
-        self.address = f"ipc://{folder}/{number}"
+        self._port = 0
         self.number, self.folder = number, folder
         self.workers = workers
         self.incarnation = 0
@@ -55,19 +56,19 @@ class RunningServer:
         assert self._ready.wait(10)
 
     def _run(self) -> None:
-        context = new_context()
-        listener = Listener(context, self.address)
+        listener = Listener(Address("127.0.0.1", self._port), SERVER)
+        self.address = listener.address
+        self._port = int(self.address.rpartition(":")[2])
         snapshots = SnapshotFolder(self.folder, self.number) if self.every else None
         self.server = Server(
             listener, self._updater, incarnation=self.incarnation, workers=self.workers,
-            snapshots=snapshots, snapshot_every=self.every, token=self.token,
+            snapshots=snapshots, snapshot_every=self.every,
         )  # fmt: skip
         self._ready.set()
         self.server.serve(self._ended.is_set)
         listener.close()
         if snapshots is not None:
             snapshots.close()
-        context.term()
 
     def _updater(self, _described: Any) -> Momentum:
         return Momentum()
@@ -87,7 +88,7 @@ class Trainer:
         self.blocks = [blocks_of(SPECS, 0, LAYOUT, server) for server in range(len(servers))]
         self.shards = []
         for server, running in enumerate(servers):
-            connection = self.client.connect(running.address)
+            connection = self.client.connect(running.address, SERVER)
             described = describe_table(SPECS, self.blocks[server], mode, average=True)
             shard = Shard(
                 "t", server, number, described, lambda server=server: self.cut(self.values, server),

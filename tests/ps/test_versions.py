@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-import msgpack
 import pytest
-import zmq
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError
-from hvdlite.ps.connections.messages import PROTOCOL
+from hvdlite.common.connections import prove
+from hvdlite.common.connections.prove import Challenge, Claim, Party, Software
+from hvdlite.common.plain.messages import PROTOCOL_VERSION
+from hvdlite.ps.connections.channel import MEMBER
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import Cluster, train_in_one, trainers
 from tests.ps.cluster import bits as bits_of
+from tests.ps.hostile import begin
 
 NewCluster = Callable[..., Cluster]
-OTHER = PROTOCOL + 1
+OTHER = Software(PROTOCOL_VERSION + 1, "9.9")
+SAYS = r"another rank runs 9\.9 \(protocol|9\.9 \(protocol .* is installed here"
 
 
-def test_a_process_of_another_version_reads_the_protocol_in_the_answer(
-    new_cluster: NewCluster,
-) -> None:
+@contextmanager
+def other_version() -> Iterator[str]:
+    """Yield the address of a process of another version, which refuses one claim."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(20)
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(Challenge(OTHER, prove.new_nonce()).pack())
+                connection.recv(prove.PROVEN_CLAIM_BYTES, socket.MSG_WAITALL)
+                connection.sendall(prove.refusal(prove.OTHER_PROTOCOL, "it is another version"))
+                connection.settimeout(20)
+                connection.recv(1)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(20)
+
+
+def test_a_process_of_another_version_reads_ours_and_is_refused(new_cluster: NewCluster) -> None:
     cluster = new_cluster(1, 1)
     (trainer,) = trainers(cluster, 1)
-    context = zmq.Context()
-    try:
-        stranger = context.socket(zmq.DEALER)
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(f"tcp://{cluster.settings.scheduler}")
-        stranger.send(msgpack.packb([OTHER, "what it says in that version"]))
-        assert stranger.poll(20_000)
-        assert msgpack.unpackb(stranger.recv_multipart()[0])[0] == PROTOCOL
-        stranger.close()
-    finally:
-        context.term()
+    with begin(cluster.settings.scheduler) as stranger:
+        data = stranger.recv(prove.CHALLENGE.size, socket.MSG_WAITALL)
+        challenge = Challenge.unpack(data)
+        assert challenge.software == prove.OURS
+        claim = Claim.new(Party(b"", MEMBER, "ps scheduler"), b"worker 9")
+        stranger.sendall(prove.prove_claim(b"a secret", challenge, claim._replace(software=OTHER)))
+        code, length = prove.REPLY.unpack(stranger.recv(prove.REPLY.size, socket.MSG_WAITALL))
+        assert code == prove.OTHER_PROTOCOL
+        assert b"runs hvdlite 9.9" in stranger.recv(length, socket.MSG_WAITALL)
     trainer.train(5)
     assert bits_of(trainer.values) == train_in_one(5, lambda _step: [0])
 
@@ -43,19 +65,8 @@ def test_a_process_of_another_version_reads_the_protocol_in_the_answer(
 def test_a_worker_of_another_version_than_the_scheduler_is_told(new_cluster: NewCluster) -> None:
     cluster = new_cluster(1, 1)
     trainers(cluster, 1)
-    context = zmq.Context()
-    scheduler = context.socket(zmq.ROUTER)
-    scheduler.setsockopt(zmq.LINGER, 0)
-    port = scheduler.bind_to_random_port("tcp://127.0.0.1")
-
-    def answer() -> None:
-        peer, *_ = scheduler.recv_multipart()
-        scheduler.send_multipart([peer, msgpack.packb([OTHER, "refused"])])
-
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    with pytest.raises(HorovodVersionMismatchError, match=rf"another rank runs {OTHER}: install"):
-        Worker(replace(cluster.settings, node_id="a", scheduler=f"127.0.0.1:{port}"))
-    thread.join(20)
-    scheduler.close()
-    context.term()
+    with (
+        other_version() as address,
+        pytest.raises(HorovodVersionMismatchError, match=SAYS),
+    ):
+        Worker(replace(cluster.settings, node_id="a", scheduler=address))

@@ -283,6 +283,9 @@ class Link:
             self._on_room(events)
         if events & ~WRITE and self.open:
             self._read()
+            # What an encrypted connection has read ahead makes no event.
+            while self.open and getattr(self._connection, "pending", int)():
+                self._read()
 
     def _on_room(self, _events: int) -> None:
         with self._lock:

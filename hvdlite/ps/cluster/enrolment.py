@@ -10,12 +10,16 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.base.errors import (
+    ConfigError,
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+)
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.cluster.settings import SCHEDULER, ClusterSettings
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.messages import Message, version_mismatch
+from hvdlite.ps.connections.messages import Message
 
 # Members that are idle use little of a processor then. Silence that counts as a loss has several.
 BEAT_SECONDS, BEATS_OF_SILENCE = 2.0, 4
@@ -40,15 +44,12 @@ class Enrolment:
             "num_servers": settings.num_servers, "num_workers": settings.num_workers,
             "joins": settings.joins,
         }  # fmt: skip
-        self.connection: Connection = client.connect(settings.address)
-        self.connection.caller.asks_for_proof = True
+        self.connection: Connection = client.connect(settings.scheduler, SCHEDULER)
         self.connection.receive = self._receive
         self.connection.news = lambda message: self._changed(message.body)
-        self.connection.mismatched = self._refuse_protocol
+        self.connection.caller.refused = self._refuse
         self._welcome = Handle()
         self._beats = False
-        self._other_protocol = ""  # Of a scheduler of another version of hvdlite.
-        self._heard = False  # Whether the scheduler has ever said a word.
         self._done: dict[int, Callable[[Message], None]] = {}
         self._failure = ""  # Why the scheduler answers nothing any more.
 
@@ -62,25 +63,17 @@ class Enrolment:
         self._client.call(self._say_hello)
         if not self._welcome.ended_within(seconds):
             hint = "are all servers and workers started?"
-            if self.connection.caller.heard_unproved:
+            if trouble := self.connection.caller.trouble:
                 hint = (
-                    "what answers there has not proved that it knows HVDLITE_PS_TOKEN, so nothing "
-                    "was sent to it. Is HVDLITE_SCHEDULER right, and does another program have the "
-                    "scheduler's port?"
-                )
-            elif not self._heard:
-                hint = (
-                    "nothing was heard of it. Is it running, and do all processes have the same "
-                    "HVDLITE_PS_CURVE and HVDLITE_PS_TOKEN? With CURVE, nobody answers to another "
-                    "token"
+                    f"nothing was said to it, since it is not reached ({trouble}). Is it running, "
+                    "is HVDLITE_SCHEDULER right, does another program have its port, and do all "
+                    "processes have the same HVDLITE_PS_CURVE and HVDLITE_PS_TOKEN?"
                 )
             raise HorovodInternalError(
                 f"the scheduler at {self._settings.scheduler} (HVDLITE_SCHEDULER) has not let this "
                 f"{self._settings.role} in within {seconds:g} seconds: {hint}"
             )
         body: Mapping[str, Any] = self._welcome.wait()
-        if self._other_protocol:
-            raise version_mismatch(self._other_protocol)
         silence = min(self._settings.worker_seconds, self._settings.server_seconds)
         self._client.every(min(BEAT_SECONDS, silence / BEATS_OF_SILENCE), self._beat)
         return body
@@ -140,17 +133,15 @@ class Enrolment:
         """Let the scheduler hear at once how this member stands, in the client."""
         self.connection.send(Message("beat", body=self.standing()))
 
-    def _refuse_protocol(self, protocol: object) -> None:
+    def _refuse(self, error: Exception) -> None:
         if not self._welcome.poll():
-            self._other_protocol = str(protocol)
-            self._welcome.complete({})
+            if not isinstance(error, HorovodVersionMismatchError):
+                error = ConfigError(f"the scheduler says: {error}")
+            self._welcome.fail(error)
 
     def _receive(self, message: Message) -> None:
-        self._heard = True
         done = self._done.pop(message.request, None)
-        if message.kind == "challenge":
-            self.connection.prove(self._hello, message, self._settings.token, SCHEDULER)
-        elif message.kind == "restarted":
+        if message.kind == "restarted":
             self._beats = False
             self._say_hello()
             if done is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.connections.address import parse_address
 from hvdlite.common.plain.config import Config
 from hvdlite.ps.cluster.membership import ClusterPlan
 
@@ -55,11 +56,6 @@ class ClusterSettings:
     joins: bool = False  # It is one more server or worker, where all others are there.
 
     @property
-    def address(self) -> str:
-        """Where the scheduler listens, as ZeroMQ spells it."""
-        return f"tcp://{self.scheduler}"
-
-    @property
     def is_local(self) -> bool:
         """Whether only processes of this host can reach the scheduler."""
         host = self.scheduler.rpartition(":")[0].strip("[]")
@@ -75,11 +71,6 @@ class ClusterSettings:
             start_seconds=self.start_seconds, worker_seconds=self.worker_seconds,
             server_seconds=self.server_seconds,
         )  # fmt: skip
-
-    @property
-    def curve_token(self) -> bytes | None:
-        """The token of which keys for encryption are made; None: nothing is encrypted."""
-        return self.token if self.curve else None
 
 
 def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
@@ -188,6 +179,7 @@ def _scheduler(environ: Mapping[str, str]) -> str:
             "give the scheduler's host and a port from 1 to 65535, as in "
             "HVDLITE_SCHEDULER=node1:4242"
         )
+    parse_address(address, name)  # Of IPv6 it may lack the brackets.
     return address
 
 

@@ -1,1 +1,1 @@
-"""Messages and their ways: ZeroMQ, memory that processes of a host share, and who may send."""
+"""Messages and their ways: connections that prove themselves, and memory that a host shares."""

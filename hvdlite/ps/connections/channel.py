@@ -1,69 +1,115 @@
-"""How messages of the parameter server are sent: ZeroMQ by pyzmq, and only here.
+"""How messages of the parameter server are sent: by the connections of hvdlite, and only here.
 
-A listener (ROUTER) has many peers, a caller (DEALER) has one, with which it connects again by
-itself. A peer that has come again under its name takes the place of its predecessor.
+A `Listener` has many peers, a `Caller` has one, with which it connects again by itself. Before a
+byte of a message is read, both ends have proved that they know the token, and in which roles (see
+`hvdlite.common.connections.prove`); without encryption, what follows is as safe as the network.
+
+A peer is known by its name, which it has proved with its connection. Nobody else can speak in that
+name; who proves it on another connection takes the place of its predecessor, which is closed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from socket import AF_INET, getaddrinfo
+import ipaddress
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from hvdlite.common.base.errors import ConfigError, ProtocolError
-from hvdlite.common.connections.prove import CONNECTS, LISTENS
-from hvdlite.ps.connections.admission import tagged, untagged
+import numpy as np
+
+from hvdlite.common.base.errors import ConfigError, HorovodVersionMismatchError, ProtocolError
+from hvdlite.common.connections import listener as doors
+from hvdlite.common.connections import prove
+from hvdlite.common.connections.address import (
+    BACKLOG,
+    Address,
+    Target,
+    listen,
+    listen_everywhere,
+    parse_address,
+    targets,
+)
+from hvdlite.common.connections.dial import Dial, Failure, Limits, Refused
+from hvdlite.common.connections.frames import no_memory
+from hvdlite.common.connections.link import Arrays, Link
+from hvdlite.common.connections.liveness import Liveness
+from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.prove import Claim, Party
+from hvdlite.ps.connections.encryption import Encryption
 from hvdlite.ps.connections.memory_exchange import MemoryListener, new_name
-from hvdlite.ps.connections.messages import Buffer, Message, OtherProtocolError, pack, parse
-from hvdlite.ps.connections.shared_memory import SHARED_BYTES, SharedMemory
+from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, pack, parse
+from hvdlite.ps.connections.shared_memory import SharedMemory
 from hvdlite.ps.connections.shared_payloads import Sharing, session_of
 
-try:
-    import zmq
-    from zmq.utils import z85
-except ImportError as error:  # pragma: no cover - the extra is installed where tests run
-    raise ImportError(
-        "the parameter server needs pyzmq: python -m pip install 'hvdlite[ps]'"
-    ) from error
+MEMBER = "ps member"  # The role of every end that connects.
+OTHER_TOKEN = "HVDLITE_PS_TOKEN is another one there: give all processes the same"
+LINGER_SECONDS = 0.2  # How long last answers may take when a listener closes.
+DEAD_SECONDS = 30.0  # After which a host that does not answer any more counts as gone.
+LIMITS = Limits(connect_seconds=5.0, prove_seconds=60.0)  # A server may be busy.
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5  # Between two dials.
+# Answers for which a peer that does not read has no room: it asks again when it does.
+MOST_QUEUED_BYTES = 4 << 30
+# The kinds of messages that carry arrays.
+CARRIERS = frozenset({"offer", "push", "pull", "push_rows", "pull_rows", "take", "values"})
 
-LISTENER_LINGER_MILLISECONDS = 200  # How long last answers may take when a listener closes.
-HANDSHAKE_MILLISECONDS = 5000  # For which a connection may be silent before its first message.
-MOST_STRANGERS_BYTES = 4096  # Of a message whose sender has not proved yet who it is.
-# By an end that listens and has not proved itself, as one that has come again: nothing of it is
-# believed, but that it asks for a proof, or lets this process not in.
-STRANGERS_SAY = frozenset({"challenge", "refused", "restarted", "unmapped"})
 
-Context = zmq.Context[zmq.Socket[bytes]]
+def _memory(message: Message, sizes: list[int]) -> Sequence[memoryview]:
+    """Return memory for the arrays of a message; pages that nothing comes into cost nothing."""
+    if message.kind not in CARRIERS:
+        raise ProtocolError(f"it sent {len(sizes)} arrays with {message.kind}")
+    try:
+        return [memoryview(np.empty(size, np.uint8)) for size in sizes]  # type: ignore[arg-type]
+    except (MemoryError, ValueError) as error:
+        raise ProtocolError(f"it sent arrays of {sum(sizes)} bytes: {error}") from None
+
+
+def _role_of(role: str) -> str:
+    return f"ps {role}"
 
 
 class Listener:
-    """The listening end at `address`: ``tcp://host:port``, where the port may be 0, or ``ipc://``."""
+    """The listening end of a process with this role, at `address`, whose port may be 0.
 
-    def __init__(self, context: Context, address: str) -> None:
-        self._socket = context.socket(zmq.ROUTER)
-        if self._socket.getsockopt(zmq.MECHANISM) == zmq.CURVE:
-            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.LINGER, LISTENER_LINGER_MILLISECONDS)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
-        _let_ipv6(self._socket, address)
+    Without a host, it listens at all addresses. Where it does not carry arrays, none are received.
+    """
+
+    def __init__(
+        self, address: Address, role: str, token: bytes = b"", *, encrypted: bool = False,
+        carries: bool = True,
+    ) -> None:  # fmt: skip
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close()
+            own = listen(address) if address.host else listen_everywhere(address.port)
+        except OSError as error:
             raise ConfigError(f"cannot listen at {address}: {error}") from error
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.address = endpoint.decode().rstrip("\0")
+        host, port = own.getsockname()[:2]
+        if not token and not ipaddress.ip_address(host).is_loopback:
+            own.close()
+            raise ConfigError(
+                f"without a token, others must not reach this {role}, and {address} is not the "
+                "loopback interface: set HVDLITE_PS_TOKEN"
+            )
+        self.address = str(Address(host, port))
         self.memory: SharedMemory | None = None
         self._memory_listener: MemoryListener | None = None
-        self.asks_for_proof = False  # Whether who has no key here can only say hello.
-        self._keys: dict[bytes, bytes] = {}  # Of peers that have proved that they know the token.
+        self._loop = Loop()
+        self._liveness = Liveness(self._loop, DEAD_SECONDS)
+        self._party = Party(token, _role_of(role), MEMBER)
+        self._encryption = Encryption(token) if encrypted else None
+        self._arrays = _memory if carries else no_memory
+        self._links: dict[bytes, Link] = {}
+        self._received: deque[tuple[bytes, Message]] = deque()
+        self._doors = [self._open(own)]
+
+    def _open(self, own: socket.socket, *, same_user: bool = False) -> doors.Listener:
+        return doors.Listener(
+            self._loop, [own], self._party, self._let_in, same_user=same_user,
+            other_secret="has another HVDLITE_PS_TOKEN",
+        )  # fmt: skip
 
     def open_memory(self) -> None:
-        """Let processes of this host come by ``ipc://``, and share their memory.
+        """Let processes of this host come by a Unix socket, and share their memory.
 
         The address then has a second word, by which they find both. Where the system has no such
         memory, nothing changes.
@@ -73,96 +119,196 @@ class Listener:
         except OSError:
             return
         name = new_name()
-        self._socket.bind(f"ipc://@{name}")
+        near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        near.bind(f"\0{name}")
+        near.listen(BACKLOG)
+        self._doors.append(self._open(near, same_user=True))
         self.memory, self._memory_listener = memory, MemoryListener(memory, name)
         self.address += f" {name}"
 
-    def let_in(self, peer: bytes, key: bytes) -> None:
-        """Hear a peer from now on that has proved itself: what has the tag of its connection."""
-        self._keys[peer] = key
+    # -- peers
 
-    def keep(self, is_member: Callable[[bytes], bool]) -> None:
-        """Forget the peers that are no members any more."""
-        self._keys = {peer: key for peer, key in self._keys.items() if is_member(peer)}
+    def _let_in(self, claim: Claim, connection: socket.socket) -> None:
+        self._liveness.prepare(connection)
+        begin = partial(self._begin, claim.body)
+        if self._encryption is None:
+            begin(connection)
+        else:
+            self._encryption.begin(self._loop, connection, listens=True, done=begin)
+
+    def _begin(self, peer: bytes, connection: socket.socket) -> None:
+        self.drop(peer)
+
+        def ended(_reason: str) -> None:
+            if self._links.get(peer) is link:
+                del self._links[peer]
+
+        link = self._links[peer] = Link(
+            self._loop, connection, received=partial(self._receive, peer), ended=ended,
+            most_bytes=MOST_HEAD_BYTES, memory=self._arrays, unpacker=parse,
+            liveness=self._liveness,
+        )  # fmt: skip
+
+    def drop(self, peer: bytes) -> None:
+        """Close the connection of a peer, which may prove itself again."""
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.close()
+
+    def _receive(self, peer: bytes, message: Message, arrays: Arrays) -> None:
+        message = message._replace(payloads=tuple(map(memoryview, arrays)))
+        if (session := session_of(message)) is not None:
+            sharing = self._sharing(peer)
+            if sharing is None or sharing.session != session:
+                self.send(peer, Message("unmapped", message.request, message.table))
+                return
+            message = sharing.unpack(message)
+        self._received.append((peer, message))
+
+    # -- messages
 
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
-        """Return the next message and its sender; None where none comes within `seconds`.
-
-        What is no message is dropped, as is what is too large for a stranger's hello: nobody
-        must end the listener, or fill its memory with objects. In the name of a peer that has
-        proved itself, others can only say hello.
-        """
-        if not self._socket.poll(round(seconds * 1000)):
-            return None
-        peer, *frames = self._socket.recv_multipart(copy=False)
-        with contextlib.suppress(ProtocolError):
-            message = self._read(peer.bytes, [frame.buffer for frame in frames])
-            if message is not None and (session := session_of(message)) is not None:
-                sharing = self._sharing(peer.bytes)
-                if sharing is None or sharing.session != session:
-                    self.send(peer.bytes, Message("unmapped", message.request, message.table))
-                    return None
-                message = sharing.unpack(message)
-            return None if message is None else (peer.bytes, message)
-        return None
-
-    def _read(self, peer: bytes, frames: list[Buffer]) -> Message | None:
-        """Return what these frames say, where their sender may say it."""
-        key = self._keys.get(peer)
-        head = untagged(frames[0], key, CONNECTS) if key is not None and frames else None
-        if head is not None:
-            return parse([head, *frames[1:]])
-        if self.asks_for_proof and not _is_small(frames):
-            return None
-        try:
-            message = parse(frames)
-        except OtherProtocolError:  # It reads in the head of any answer what is spoken here.
-            self.send(peer, Message("refused"))
-            return None
-        return message if key is None or message.kind == "hello" else None
+        """Return the next message and its sender; None where none comes within `seconds`."""
+        end = self._loop.now() + seconds
+        left = seconds
+        while not self._received:
+            self._loop.run_once(max(0.0, left))
+            left = end - self._loop.now()
+            if left <= 0:
+                break
+        return self._received.popleft() if self._received else None
 
     def send(self, peer: bytes, message: Message) -> None:
         """Send a message, whose payloads must not change; to a peer that has gone, it is lost."""
+        link = self._links.get(peer)
+        if link is None or link.queued_bytes > MOST_QUEUED_BYTES:
+            return
         sharing = self._sharing(peer)
         # A peer drops what is packed before it knows the session itself.
         if message.kind != "unmapped" and sharing is not None and sharing.heard:
             message = sharing.pack(message)
-        head, *payloads = pack(message)
-        if (key := self._keys.get(peer)) is not None:
-            head = tagged(head, key, LISTENS)
-        self._socket.send_multipart([peer, head, *payloads], copy=False)
+        link.send_head(pack(message), message.payloads)
 
     def _sharing(self, peer: bytes) -> Sharing | None:
         return None if self._memory_listener is None else self._memory_listener.sharings.get(peer)
 
     def close(self) -> None:
-        """Close the socket when the last answers have been sent."""
-        self._socket.close()
+        """Close all connections when the last answers have been sent."""
+        for door in self._doors:
+            door.close()
+        links = list(self._links.values())
+        end = self._loop.now() + LINGER_SECONDS
+        for link in links:
+            link.leave(LINGER_SECONDS)
+        while any(link.open for link in links) and (left := end - self._loop.now()) > 0:
+            self._loop.run_once(left)
+        for link in links:
+            link.close()
+        self._loop.close()
         if self._memory_listener is not None:
             self._memory_listener.close()
         if self.memory is not None:
             self.memory.close()
 
 
-def _is_small(frames: Sequence[Buffer]) -> bool:
-    """Return whether a stranger may say this: a hello is one frame of some hundred bytes."""
-    return len(frames) == 1 and len(frames[0]) <= MOST_STRANGERS_BYTES
-
-
 class Caller:
-    """The connecting end with the name `identity`."""
+    """The connecting end, with the name `name`, in a thread that runs `loop`.
 
-    def __init__(self, context: Context, address: str, identity: bytes) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, identity)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        _let_ipv6(self.socket, address)
-        self.socket.connect(address)
+    `address` is ``host:port`` or, where it begins with ``@``, the name of a Unix socket. Its
+    functions are called in the thread: `received` with each message, `connected` after each proof
+    of the other end, which then is of that `role`, and `refused` where it has another token or is
+    another version of hvdlite.
+    """
+
+    def __init__(
+        self, loop: Loop, address: str, role: str, name: bytes, token: bytes = b"",
+        encryption: Encryption | None = None,
+    ) -> None:  # fmt: skip
         self.address = address
         self.sharing: Sharing | None = None  # With the process at the address.
-        self.asks_for_proof = False  # Whether who has not proved itself can only ask for a proof.
-        self.heard_unproved = False  # Whether it has answered like a member nonetheless.
-        self.key: bytes | None = None  # Of the connection, since this end has proved itself.
+        self.trouble = ""  # Why the last dial has failed.
+        self.received: Callable[[Message], None] = _ignore
+        self.connected: Callable[[], None] = _nothing
+        self.refused: Callable[[Exception], None] = _ignore
+        self._loop, self._name, self._encryption = loop, name, encryption
+        self._party = Party(token, MEMBER, _role_of(role))
+        self._liveness = Liveness(loop, DEAD_SECONDS)
+        self._pause = FIRST_PAUSE_SECONDS
+        self._attempt: Dial | None = None
+        self._link: Link | None = None
+        self._closed = False
+        loop.post(self._dial)
+
+    def _dial(self) -> None:
+        if self._closed:
+            return
+        if self.address.startswith("@"):
+            found = [Target(socket.AF_UNIX, b"\0" + self.address[1:].encode())]
+        else:
+            address = parse_address(self.address, "the address of a process")
+            try:
+                found = targets(address)
+            except OSError as error:  # The name of a host may come late.
+                unknown = Target(socket.AF_UNSPEC, (address.host, address.port))
+                self._fail([Failure(unknown, error)])
+                return
+        self._attempt = Dial(
+            self._loop, found, self._party, self._name, self._begin, self._fail, LIMITS
+        )
+
+    def _fail(self, failures: Sequence[Failure]) -> None:
+        self._attempt = None
+        self.trouble = "; ".join(map(str, failures))
+        self._again_after(self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        for error in (failure.error for failure in failures):
+            if isinstance(error, HorovodVersionMismatchError):
+                self.refused(error)
+            elif isinstance(error, Refused) and error.code == prove.OTHER_SECRET:
+                self.refused(ConfigError(OTHER_TOKEN))
+
+    def _again_after(self, seconds: float) -> None:
+        if not self._closed:
+            self._loop.call_after(seconds, self._dial)
+
+    def _begin(self, connection: socket.socket, _target: Target) -> None:
+        self._attempt = None
+        self._liveness.prepare(connection)
+        if self._encryption is None:
+            self._use(connection)
+        else:
+            self._encryption.begin(
+                self._loop, connection, listens=False, done=self._use, failed=self._lose
+            )
+
+    def _use(self, connection: socket.socket) -> None:
+        if self._closed:
+            connection.close()
+            return
+        self._pause = FIRST_PAUSE_SECONDS
+        self._link = Link(
+            self._loop, connection, received=self._receive, ended=self._lose,
+            most_bytes=MOST_HEAD_BYTES, memory=_memory, unpacker=parse, liveness=self._liveness,
+        )  # fmt: skip
+        self.connected()
+
+    def _lose(self, reason: str) -> None:
+        self._link = None
+        self.trouble = reason or "it has closed the connection"
+        self._again_after(FIRST_PAUSE_SECONDS)
+
+    def _receive(self, message: Message, arrays: Arrays) -> None:
+        message = message._replace(payloads=tuple(map(memoryview, arrays)))
+        if (session := session_of(message)) is not None:
+            if self.sharing is None or self.sharing.session != session:
+                return  # It is of a process that is gone; the request will be sent again.
+            message = self.sharing.unpack(message)
+        self.received(message)
+
+    @property
+    def takes(self) -> bool:
+        """Whether the other end is there, and has taken all that was sent so far."""
+        return self._link is not None and self._link.says and not self._link.queued_bytes
 
     def share(self, sharing: Sharing | None) -> None:
         """Share memory with the process at the address from now on; None: no more."""
@@ -170,97 +316,26 @@ class Caller:
             self.sharing.close()
         self.sharing = sharing
 
-    def send(self, message: Message) -> zmq.MessageTracker | None:
-        """Send a message. Payloads may change again when the tracker is done.
-
-        Where ZeroMQ has given the peer up, as after a failed handshake, nothing is sent.
-        """
-        if self.sharing is not None:
-            message = self.sharing.pack(message)
-        large = any(len(memoryview(part).cast("B")) >= SHARED_BYTES for part in message.payloads)
-        head, *payloads = pack(message)
-        if self.key is not None and message.kind != "hello":
-            head = tagged(head, self.key, CONNECTS)
-        with contextlib.suppress(zmq.Again):
-            if large:
-                words = {"copy": False, "track": True}
-                return self.socket.send_multipart([head, *payloads], zmq.NOBLOCK, **words)
-            self.socket.send_multipart([head, *payloads], zmq.NOBLOCK, copy=True)
-        return None
-
-    def received(self) -> Iterator[Message]:
-        """Yield the messages that are here."""
-        while self.socket.poll(0):
-            frames: Sequence[zmq.Frame] = self.socket.recv_multipart(copy=False)
-            buffers: list[Buffer] = [frame.buffer for frame in frames]
-            key = self.key
-            head = untagged(buffers[0], key, LISTENS) if key is not None and buffers else None
-            if head is not None:
-                buffers[0] = head
-            elif self.asks_for_proof and not _is_small(buffers):
-                continue
-            message = parse(buffers)
-            if self.asks_for_proof and head is None and message.kind not in STRANGERS_SAY:
-                self.heard_unproved = True
-                continue
-            if (session := session_of(message)) is not None:
-                if self.sharing is None or self.sharing.session != session:
-                    continue  # It is of a process that is gone; the request will be sent again.
-                message = self.sharing.unpack(message)
-            yield message
+    def send(self, message: Message) -> None:
+        """Send a message, whose payloads must not change; while nobody is there, it is lost."""
+        if self._link is not None:
+            if self.sharing is not None:
+                message = self.sharing.pack(message)
+            self._link.send_head(pack(message), message.payloads)
 
     def close(self) -> None:
-        """Close the socket at once; views of shared memory keep it."""
-        self.socket.close()
+        """Close the connection at once; views of shared memory keep it."""
+        self._closed = True
+        if self._attempt is not None:
+            self._attempt.cancel()
+        if self._link is not None:
+            self._link.close()
         self.share(None)
 
 
-def _let_ipv6(socket_: zmq.Socket[bytes], address: str) -> None:
-    """Let a socket use IPv6 where its address is one, may be any, or is a name of IPv6 alone.
-
-    A name that has both is one of IPv4, since ZeroMQ tries one address only.
-    """
-    scheme, _, place = address.partition("://")
-    host = place.rpartition(":")[0]
-    if scheme == "tcp" and (host == "*" or not _is_ipv4(host)):
-        socket_.setsockopt(zmq.IPV6, 1)
+def _ignore(_: Any) -> None:
+    """Take no note of it."""
 
 
-def _is_ipv4(host: str) -> bool:
-    try:
-        getaddrinfo(host, None, AF_INET)
-    except OSError:
-        return False
-    return True
-
-
-def new_context(curve_token: bytes | None = None) -> Context:
-    """Return a context of one I/O thread, which every process has for itself.
-
-    With a token, all that its sockets send is encrypted by CURVE with a pair of keys that is
-    derived from it. Who has another token can neither read nor connect.
-    """
-    context: Context = zmq.Context()
-    if curve_token is not None:
-        public, secret = _keys_of(curve_token)
-        context.curve_secretkey, context.curve_publickey = secret, public
-        context.curve_serverkey = public
-    return context
-
-
-def _keys_of(token: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret key, as Z85 spells them."""
-    seed = hmac.new(token, b"hvdlite parameter server CURVE key", hashlib.sha256).digest()
-    secret = z85.encode(seed)
-    return zmq.curve_public(secret), secret
-
-
-def poll(callers: Mapping[Caller, object], wake_fd: int, seconds: float) -> list[Caller]:
-    """Wait until callers have something to read or `wake_fd` can be read; return those callers."""
-    poller = zmq.Poller()
-    poller.register(wake_fd, zmq.POLLIN)
-    by_socket = {caller.socket: caller for caller in callers}
-    for socket in by_socket:
-        poller.register(socket, zmq.POLLIN)
-    ready = dict(poller.poll(round(seconds * 1000)))
-    return [caller for socket, caller in by_socket.items() if socket in ready]
+def _nothing() -> None:
+    """Leave it at that."""

@@ -6,20 +6,21 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.logs import log
-from hvdlite.ps.connections.channel import Caller, new_context, poll
+from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.connection import Connection
+from hvdlite.ps.connections.encryption import Encryption
 from hvdlite.ps.connections.memory_exchange import MemoryCaller, is_here
-from hvdlite.ps.connections.messages import Message, OtherProtocolError
+from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.connections.shared_memory import SharedMemory
 from hvdlite.ps.connections.shared_payloads import Sharing
@@ -27,7 +28,14 @@ from hvdlite.ps.layouts.blocks import Array
 
 CLOSED = "this process has left its parameter servers: its connections are closed"
 
+MOST_WORDS = 64  # Of the name that a user gives to a process.
+
 _Call = Callable[[], object]
+
+
+def name_of(role: str, words: str) -> bytes:
+    """Return a name for this process that no other one has; it begins with its role."""
+    return f"{role} {words[:MOST_WORDS]} {os.getpid()} {os.urandom(16).hex()}".encode()
 
 
 def _nothing() -> None:
@@ -37,20 +45,19 @@ def _nothing() -> None:
 class Client:
     """A thread with connections. What is given to `call` runs in it.
 
-    With `curve_token`, what it sends is encrypted.
+    Others know this process as `identity`, whose first word is its role.
     """
 
-    def __init__(self, identity: bytes, curve_token: bytes | None = None) -> None:
-        self._context = new_context(curve_token)
-        self._identity = identity
+    def __init__(self, identity: bytes, token: bytes = b"", *, encrypted: bool = False) -> None:
+        self._loop = Loop()
+        self._identity, self._token = identity, token
+        self._encryption = Encryption(token) if encrypted else None
         # Is replaced, never changed: the thread may go through it while another one connects.
-        self._connections: Mapping[Caller, Connection] = {}
+        self._connections: Sequence[Connection] = ()
         self._calls: deque[tuple[_Call, _Call]] = deque()
         self._ended = False  # The thread takes no calls any more.
         self._timers: list[_Timer] = []
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not by `close`, beside which others may still write to it.
-        weakref.finalize(self, os.close, self._wake_fd).atexit = False
+        self._lock = threading.RLock()  # Guards the end: a loop that is closed is not woken.
         self._closed = False
         self._pending: set[Handle] = set()  # Of `ask`. Only the thread changes it.
         self._failure: Exception | None = None  # What has ended the work of the thread.
@@ -63,16 +70,21 @@ class Client:
         self._thread = threading.Thread(target=self._run, name="hvdlite ps", daemon=True)
         self._thread.start()
 
-    def connect(self, address: str) -> Connection:
-        """Return a new connection, in the thread or before it has anything to do.
+    def connect(self, address: str, role: str) -> Connection:
+        """Return a new connection with a process of this role.
+
+        It is called in the thread, or before that has anything to do.
 
         An `address` may have a second word, the name of a `MemoryListener` of this host.
         """
         address, _, name = address.partition(" ")
         near = bool(name) and self.memory is not None and is_here(name)
-        caller = Caller(self._context, f"ipc://@{name}" if near else address, self._identity)
+        caller = Caller(
+            self._loop, f"@{name}" if near else address, role, self._identity, self._token,
+            self._encryption,
+        )  # fmt: skip
         connection = Connection(caller)
-        self._connections = {**self._connections, caller: connection}
+        self._connections = (*self._connections, connection)
         if near:
             connection.unmapped = lambda: self._visit(connection, name)
             self._visit(connection, name)
@@ -83,7 +95,7 @@ class Client:
         assert self.memory is not None
 
         def share(sharing: Sharing) -> None:
-            if connection.caller in self._connections:
+            if connection in self._connections:
                 connection.caller.share(sharing)
             else:
                 sharing.close()
@@ -101,8 +113,7 @@ class Client:
 
     def disconnect(self, connection: Connection) -> None:
         """End a connection, in the thread."""
-        left = {each: to for each, to in self._connections.items() if to is not connection}
-        self._connections = left
+        self._connections = [each for each in self._connections if each is not connection]
         connection.caller.close()
         if connection in self._memory_callers:
             self._memory_callers.pop(connection).close()
@@ -146,7 +157,9 @@ class Client:
         if self._ended:  # Looked at after the append: either the thread or this one finds it.
             self._refuse_calls()
         else:
-            os.eventfd_write(self._wake_fd, 1)
+            with self._lock:
+                if not self._ended:
+                    self._loop.wake()
 
     def _refuse_calls(self) -> None:
         with contextlib.suppress(IndexError):
@@ -166,37 +179,27 @@ class Client:
                 self._look()
             except Exception as error:
                 self._fail(error)
-        self._ended = True
+        with self._lock:
+            self._ended = True
         self._refuse_calls()
         self._end_all(HorovodInternalError(CLOSED))
-        for caller in self._connections:
-            caller.close()
+        for connection in self._connections:
+            connection.caller.close()
         for memory_caller in self._memory_callers.values():
             memory_caller.close()
-        self._context.term()
+        self._loop.close()
         if self.memory is not None:
             self.memory.close()
 
     def _look(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
         while self._calls:
             self._calls.popleft()[0]()
-        if self._closed:  # The byte that says so has been read above.
+        if self._closed:
             return
-        times = [connection.look() for connection in self._connections.values()]
+        times = [connection.look() for connection in self._connections]
         times += [timer.look() for timer in self._timers]
         seconds = max(0.0, min(times, default=0.0) - time.monotonic()) if times else 60.0
-        for caller in poll(self._connections, self._wake_fd, seconds):
-            connection = self._connections.get(caller)
-            if connection is None:  # What was read before has ended it.
-                continue
-            try:
-                connection.read()
-            except OtherProtocolError as error:
-                connection.mismatched(error.protocol)
-            except ProtocolError:
-                continue
+        self._loop.run_once(seconds)
 
     def _fail(self, error: Exception) -> None:
         """Let all that waits end with an error, which nobody could answer any more.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from hvdlite.ps.connections.admission import is_nonce, proved
 from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.messages import Message
 
@@ -29,12 +27,11 @@ class Connection:
 
     def __init__(self, caller: Caller, now: Callable[[], float] = time.monotonic) -> None:
         self.caller = caller
+        caller.received, caller.connected = self.take, self.send_again
         self.receive: Callable[[Message], None] = _ignore  # Gets each answer once.
         self.news: Callable[[Message], None] = _ignore  # Gets what answers no request.
         self.heard = now()  # When the last message came.
         self.resent = 0
-        # Hears which other protocol the peer speaks.
-        self.mismatched: Callable[[object], None] = lambda _protocol: None
         self.unmapped: Callable[[], None] = lambda: None  # The peer does not see our memory.
         self._now = now
         self._number = 0
@@ -56,30 +53,26 @@ class Connection:
         self.caller.send(message)
         return self._number
 
-    def prove(self, body: Mapping[str, Any], challenge: Message, token: bytes, role: str) -> None:
-        """Answer a challenge of a process of this role: hear only who can read the answer."""
-        nonce = challenge.body.get("nonce")
-        if is_nonce(nonce):
-            said, key = proved(body, nonce, token, role)
-            self.send(Message("hello", body=said))
-            self.caller.key = key
-
     def forget(self) -> None:
         """Send nothing again that was sent so far."""
         self._sent.clear()
 
-    def read(self) -> None:
-        """Take the answers that are here."""
-        for message in self.caller.received():
-            self.heard = self._now()
-            if not message.request:
-                self.news(message)
-            elif message.kind == "unmapped":
-                self._send_payloads_of(message.request)
-            elif (sent := self._sent.pop(message.request, None)) is not None:
-                request = sent.message.kind, sent.message.table
-                self._answer_bytes[request] = _nbytes_of(message)
-                self.receive(message)
+    def take(self, message: Message) -> None:
+        """Take an answer."""
+        self.heard = self._now()
+        if not message.request:
+            self.news(message)
+        elif message.kind == "unmapped":
+            self._send_payloads_of(message.request)
+        elif (sent := self._sent.pop(message.request, None)) is not None:
+            request = sent.message.kind, sent.message.table
+            self._answer_bytes[request] = _nbytes_of(message)
+            self.receive(message)
+
+    def send_again(self) -> None:
+        """Send again what has no answer yet: the connection is another one."""
+        for sent in list(self._sent.values()):
+            self.caller.send(sent.message)
 
     def _send_payloads_of(self, request: int) -> None:
         self.caller.share(None)
@@ -88,14 +81,18 @@ class Connection:
         self.unmapped()
 
     def look(self) -> float:
-        """Send again what has waited for long; return when to look again."""
+        """Send again what has waited for long; return when to look again.
+
+        What is under way, or would be, is not sent twice.
+        """
         now = self._now()
         for sent in self._sent.values():
             if now >= sent.again_at:
                 sent.wait = max(sent.wait, min(2 * sent.wait, LONGEST_WAIT_SECONDS))
                 sent.again_at = now + sent.wait
-                self.caller.send(sent.message)
-                self.resent += 1
+                if self.caller.takes:
+                    self.caller.send(sent.message)
+                    self.resent += 1
         return min((sent.again_at for sent in self._sent.values()), default=now + 60.0)
 
 

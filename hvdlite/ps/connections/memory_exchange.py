@@ -1,4 +1,4 @@
-"""Where processes of one host meet to hand each other their memory, beside the ZeroMQ sockets.
+"""Where processes of one host meet to hand each other their memory, beside their links.
 
 A server listens at an abstract Unix socket, which leaves no file: whoever can connect is on the
 same host, in the same network namespace. The two hand over the descriptors of their memory, and
@@ -28,7 +28,7 @@ PAUSE_SECONDS = 0.1
 
 
 def new_name() -> str:
-    """Return a name that no other process has; it is also that of the server's ipc:// socket."""
+    """Return a name that no other process has; it is also that of the server's Unix socket."""
     return f"hvdlite-ps-{os.urandom(16).hex()}"
 
 

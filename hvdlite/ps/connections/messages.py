@@ -1,8 +1,8 @@
-"""The messages of a parameter server, as frames: a head of msgpack, then raw payloads.
+"""The messages of a parameter server: a head of msgpack, and raw payloads.
 
 | kind | from | answered by |
 |---|---|---|
-| hello | any -> scheduler | challenge; then, with a proof, welcome or refused |
+| hello | any -> scheduler, server | welcome or refused |
 | declare | worker -> scheduler | layout |
 | beat | any -> scheduler | beat: who is alive, and the version of the layout |
 | leave, barrier | worker -> scheduler | done |
@@ -33,12 +33,11 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from hvdlite.common.base.errors import HorovodVersionMismatchError, ProtocolError
+from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL = 4
 KINDS = frozenset(
     {
-        "hello", "challenge", "welcome", "refused", "declare", "layout", "beat", "leave",
+        "hello", "welcome", "refused", "declare", "layout", "beat", "leave",
         "barrier", "done",
         "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
         "pull_rows", "clocks", "plan", "stand", "ready", "scale", "take", "taken", "turn", "over",
@@ -46,28 +45,11 @@ KINDS = frozenset(
         "unmapped",
     }
 )  # fmt: skip
+FIELDS = [str, int, str, int, int, dict]  # Of a head.
 MOST_HEAD_BYTES = 8 << 20
-TAG_BYTES = 16  # Behind the head of a message from who has proved itself: see `admission`.
 REPLACES = "replaces"  # In the body of an offer: see [Note: first values].
 
 Buffer = bytes | bytearray | memoryview
-
-
-class OtherProtocolError(ProtocolError):
-    """A peer is another version of hvdlite, and speaks `protocol`."""
-
-    def __init__(self, protocol: object) -> None:
-        super().__init__(
-            f"a message has the protocol {protocol!r} of the parameter server, and {PROTOCOL} is "
-            "spoken here: install one version of hvdlite for all of its processes"
-        )
-        self.protocol = protocol
-
-
-def version_mismatch(protocol: object) -> HorovodVersionMismatchError:
-    """Return what a user hears of a peer that speaks another protocol."""
-    name = "the parameter server of hvdlite with the protocol"
-    return HorovodVersionMismatchError(name, str(protocol), str(PROTOCOL))
 
 
 class Message(NamedTuple):
@@ -90,39 +72,26 @@ class Answer(NamedTuple):
     message: Message
 
 
-def pack(message: Message) -> list[Buffer]:
-    """Return the frames of a message."""
-    head = (PROTOCOL, *message[:5], message.body)
-    return [msgpack.packb(head), *message.payloads]
+def role_of(peer: bytes) -> str:
+    """Return the role of a peer: the first word of its name."""
+    return peer.partition(b" ")[0].decode(errors="replace")
 
 
-def parse(frames: Sequence[Buffer]) -> Message:
-    """Return the message of these frames; raise ProtocolError for what is none.
+def pack(message: Message) -> bytes:
+    """Return the head of a message."""
+    packed: bytes = msgpack.packb((*message[:5], message.body))
+    return packed
 
-    A tag behind the head is left out: who reads it looks at it before.
-    """
-    if not frames or len(frames[0]) > MOST_HEAD_BYTES:
-        raise ProtocolError("a message of the parameter server has no head, or too large a one")
+
+def parse(head: bytes) -> Message:
+    """Return the message of a head, without payloads; raise ProtocolError for what is none."""
     try:
-        head = _unpack(frames[0])
+        fields = msgpack.unpackb(head, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a message of the parameter server cannot be read: {error}") from error
-    if not isinstance(head, list) or not head:
-        raise ProtocolError("a message of the parameter server has no head")
-    if head[0] != PROTOCOL:
-        raise OtherProtocolError(head[0])
-    if [type(field) for field in head] != [int, str, int, str, int, int, dict]:
+    if not isinstance(fields, list) or [type(field) for field in fields] != FIELDS:
         raise ProtocolError("the head of a message of the parameter server has wrong fields")
-    _, kind, request, table, clock, incarnation, body = head
+    kind, request, table, clock, incarnation, body = fields
     if kind not in KINDS or min(request, clock, incarnation) < 0:
         raise ProtocolError(f"a message of the parameter server has the wrong kind {kind!r}")
-    return Message(kind, request, table, clock, incarnation, body, tuple(frames[1:]))
-
-
-def _unpack(frame: Buffer) -> Any:
-    try:
-        return msgpack.unpackb(frame, strict_map_key=True)
-    except msgpack.ExtraData as error:
-        if len(error.extra) != TAG_BYTES:
-            raise
-        return error.unpacked
+    return Message(kind, request, table, clock, incarnation, body)

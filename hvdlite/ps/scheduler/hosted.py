@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from hvdlite.ps.cluster.settings import ClusterSettings
-from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.common.connections.address import Address
+from hvdlite.ps.cluster.settings import SCHEDULER, ClusterSettings
+from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.scheduler.scheduler import Scheduler
 
 LOOPBACK = "127.0.0.1"
@@ -17,12 +18,13 @@ class HostedScheduler:
 
     def __init__(self, settings: ClusterSettings) -> None:
         host = settings.scheduler.rpartition(":")[0]
-        self._context = new_context(settings.curve_token)
-        where = host if host == LOOPBACK else "*"  # ZeroMQ listens at no name of a host.
-        self._listener = Listener(self._context, f"tcp://{where}:*")
+        where = host if host == LOOPBACK else ""
+        self._listener = Listener(
+            Address(where), SCHEDULER, settings.token, encrypted=settings.curve, carries=False
+        )
         port = self._listener.address.rpartition(":")[2]
         self.settings = replace(settings, scheduler=f"{host}:{port}")
-        self._scheduler = Scheduler(self._listener, settings.plan, settings.token)
+        self._scheduler = Scheduler(self._listener, settings.plan)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdlite scheduler", daemon=True)
         self._thread.start()
@@ -30,7 +32,6 @@ class HostedScheduler:
     def _run(self) -> None:
         self._scheduler.serve(self._closed.is_set)
         self._listener.close()
-        self._context.term()
 
     @property
     def formed(self) -> bool:

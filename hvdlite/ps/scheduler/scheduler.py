@@ -16,10 +16,8 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.logs import log
 from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
-from hvdlite.ps.cluster.settings import SCHEDULER
-from hvdlite.ps.connections.admission import Admission
 from hvdlite.ps.connections.channel import Listener
-from hvdlite.ps.connections.messages import Answer, Message
+from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import rebalance
 from hvdlite.ps.scheduler.barrier import Barrier
@@ -29,7 +27,7 @@ from hvdlite.ps.scheduler.scaling import Change
 
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 8.0  # Several beats: servers come and go only while all members are heard of.
-# The role of the members that may send a request; a hello has its proof, and others know nothing.
+# The role of the members that may send a request.
 ROLE_OF = {
     **dict.fromkeys(["declare", "barrier", "clocks", "scale", "turn", "over"], WORKER),
     **dict.fromkeys(["plan", "stand", "ready"], SERVER),
@@ -40,16 +38,14 @@ class Scheduler:
     """The scheduler behind a listener. `state_file` is where it keeps what it must know again."""
 
     def __init__(
-        self, listener: Listener, plan: ClusterPlan, token: bytes, state_file: Path | None = None
+        self, listener: Listener, plan: ClusterPlan, state_file: Path | None = None
     ) -> None:
         self.listener = listener
         self.membership = Membership(plan, time.monotonic())
         self.registry = Registry(plan.num_servers)
         self.left = 0  # How many workers have done their part.
-        self._admission = Admission(token, SCHEDULER)
         self._state_file = state_file
         self._is_unkept = False  # The file could not be written, and is to be.
-        listener.asks_for_proof = True
         self.barrier = Barrier()
         self._news: dict[str, Any] = {}  # That all members were told last.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
@@ -95,7 +91,7 @@ class Scheduler:
         if handler is None:
             return []
         role, member = ROLE_OF.get(message.kind), self.membership.member_of(peer)
-        if role is not None and member is None:  # It has to say hello first, with its proof.
+        if role is not None and member is None:  # It has to say hello first.
             return [_answer(peer, message, "restarted")]
         if role is not None and member is not None and member.role != role:
             why = f"only a {role} asks for {message.kind}, and this is a {member.role}"
@@ -257,15 +253,9 @@ class Scheduler:
     # -- requests
 
     def _hello(self, peer: bytes, message: Message) -> list[Answer]:
-        body = dict(message.body)
-        if not self._admission.answers(peer, body):
-            return [_answer(peer, message, "challenge", nonce=self._admission.nonce_for(peer))]
-        key = self._admission.admit(peer, body)
-        if key is None:
-            why = "HVDLITE_PS_TOKEN is another one there: give all processes the same"
-            return [_answer(peer, message, "refused", why=why)]
-        self.listener.keep(lambda each: self.membership.member_of(each) is not None)
-        self.listener.let_in(peer, key)
+        body = message.body
+        if role_of(peer) != body["role"]:
+            raise ValueError(f"a {role_of(peer)} says that it is a {body['role']}")
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
         answers = self.membership.hello(peer, message.request, hello, time.monotonic())
         reached = self.registry.reached

@@ -36,11 +36,9 @@ class _Plan(NamedTuple):
 class Migration:
     """Follows the changes of the number of servers, in the thread of the server."""
 
-    def __init__(
-        self, server: Server, number: int, client: Client, enrolment: Enrolment, token: bytes
-    ) -> None:
+    def __init__(self, server: Server, number: int, client: Client, enrolment: Enrolment) -> None:
         self._server, self._number = server, number
-        self._client, self._request, self._token = client, enrolment.request, token
+        self._client, self._request = client, enrolment.request
         self._tell, enrolment.standing = enrolment.tell, self.standing
         self._identity = 0
         self._plan: _Plan | None = None
@@ -180,7 +178,7 @@ class Migration:
         raw = [memoryview(array.reshape(-1).view("u1").data) for array in arrays]
         message = Message("take", 0, own.described.name, body=body, payloads=raw)
         if target not in self._deliveries:
-            self._deliveries[target] = _Delivery(self._client, self._number, address, self._token)
+            self._deliveries[target] = _Delivery(self._client, address)
         delivery = self._deliveries[target]
         self._client.call(lambda: delivery.send(message))
 
@@ -235,34 +233,17 @@ class Migration:
 class _Delivery:
     """A connection with another server. Its methods are called in the client's thread."""
 
-    def __init__(self, client: Client, number: int, address: str, token: bytes) -> None:
-        self._client, self._number, self._address, self._token = client, number, address, token
+    def __init__(self, client: Client, address: str) -> None:
+        self._client, self._address = client, address
         self._connection: Connection | None = None
-        self._sent: dict[int, Message] = {}
 
     def send(self, message: Message) -> None:
         """Send a message until it is taken."""
         if self._connection is None:
-            self._connection = self._client.connect(self._address)
-            self._connection.caller.asks_for_proof = True
-            self._connection.receive = self._receive
-            # A stranger may not send what is as large as parts of a table.
-            self._connection.send(Message("hello"))
-        self._sent[self._connection.send(message)] = message
+            self._connection = self._client.connect(self._address, SERVER)
+        self._connection.send(message)
 
     def close(self) -> None:
         """Send nothing any more."""
         if self._connection is not None:
             self._client.disconnect(self._connection)
-
-    def _receive(self, message: Message) -> None:
-        assert self._connection is not None
-        if message.kind == "challenge":
-            self._connection.prove({"server": self._number}, message, self._token, SERVER)
-        elif message.kind == "welcome":
-            self._connection.forget()
-            again, self._sent = self._sent, {}
-            for each in again.values():
-                self.send(each)
-        else:
-            self._sent.pop(message.request, None)

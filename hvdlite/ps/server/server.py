@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.ps.cluster.membership import SERVER, WORKER
-from hvdlite.ps.connections.admission import Admission
+from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.channel import Listener
-from hvdlite.ps.connections.messages import REPLACES, Answer, Message
+from hvdlite.ps.connections.messages import REPLACES, Answer, Message, role_of
 from hvdlite.ps.connections.records import OFF, Records
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.server.priorities import by_priority
@@ -29,20 +27,17 @@ OF_LAYOUT = frozenset({"start", "offer", "push", "pull", "push_rows", "pull_rows
 
 def _check_role(role: str, kind: str) -> None:
     """Raise ProtocolError where a member of this role must not send requests of this kind."""
-    if kind not in ("hello", "beat") and (role == SERVER) != (kind == "take"):
+    if kind != "beat" and (role == SERVER) != (kind == "take"):
         raise ProtocolError(f"a {role} must not ask a server for {kind}")
 
 
 class Server:
-    """The server behind a listener. `new_updater` makes what holds the values of a table.
-
-    With a `token`, only peers are served that know it.
-    """
+    """The server behind a listener. `new_updater` makes what holds the values of a table."""
 
     def __init__(
         self, listener: Listener, new_updater: Callable[[TableDescription], Updater], *,
         incarnation: int, workers: Collection[int], snapshots: SnapshotFolder | None = None,
-        snapshot_every: int = 0, token: bytes | None = None, records: Records = OFF,
+        snapshot_every: int = 0, records: Records = OFF,
         layout: int = 1, reached: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.listener = listener
@@ -61,13 +56,11 @@ class Server:
         self._worker_of: dict[bytes, int] = {}
         self._tables_of: dict[int, set[str]] = {}  # Of workers that have said hello.
         self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
-        self._admission = None if token is None else Admission(token, SERVER)
-        self._admitted: dict[bytes, tuple[str, object]] = {}  # Peers -> their roles and numbers.
-        listener.asks_for_proof = self._admission is not None
+        self._members: dict[bytes, int] = {}  # The workers that have said hello.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._ask_table, "push": self._ask_table,
             "pull": self._ask_table, "push_rows": self._ask_table, "pull_rows": self._ask_table,
-            "leave": self._leave, "beat": self._beat, "hello": self._welcome,
+            "leave": self._leave, "beat": self._beat, "hello": self._hello,
         }  # fmt: skip
         if snapshots is not None:
             snapshots.keep_only(layout)
@@ -116,16 +109,13 @@ class Server:
 
         Raises HorovodInternalError where a snapshot cannot be written, or a table is lost.
         """
-        if self._admission is not None and (message.kind == "hello" or peer not in self._admitted):
-            return self._admit(self._admission, peer, message)
         handler = self._handlers.get(message.kind)
         if handler is None:
             return []
         if message.kind in OF_LAYOUT and message.incarnation != self.layout:
             self.hear_of_layout(message.incarnation)
         try:
-            if self._admission is not None:
-                _check_role(self._admitted[peer][0], message.kind)
+            _check_role(role_of(peer), message.kind)
             if message.kind in OF_LAYOUT and message.incarnation != self.layout:
                 return self._of_another_layout(peer, message)
             answers = handler(peer, message)
@@ -144,36 +134,20 @@ class Server:
             return []  # It is sent again.
         return [Answer(peer, Message("moved", message.request, message.table))]
 
-    def _admit(self, admission: Admission, peer: bytes, message: Message) -> list[Answer]:
-        """Let a peer in that has proved that it knows the token, and ask others for a proof."""
-        words = message.request, message.table, 0, self._incarnation
-        if message.kind != "hello" or not admission.answers(peer, message.body):
-            return [
-                Answer(peer, Message("challenge", *words, {"nonce": admission.nonce_for(peer)}))
-            ]
-        key = admission.admit(peer, message.body)
-        if key is None:
-            why = "HVDLITE_PS_TOKEN is another one here: give all processes the same"
-            return [Answer(peer, Message("refused", *words, {"why": why}))]
-        self.listener.let_in(peer, key)
-        role = SERVER if "server" in message.body else WORKER
-        self._become(peer, (role, message.body.get(role)))
-        return [Answer(peer, Message("welcome", *words)), *self._hear_tables(message.body)]
-
-    def _become(self, peer: bytes, member: tuple[str, object]) -> None:
-        """Know a member by the connection that has proved it last, and by no other any more."""
-        for old in [other for other, who in self._admitted.items() if who == member]:
-            del self._admitted[old]
-            if old != peer:
+    def _hello(self, peer: bytes, message: Message) -> list[Answer]:
+        """Welcome a worker, and say whether it is the process that it was before."""
+        worker, body = int(message.body["worker"]), {"is_known": peer in self._members}
+        for old in [each for each, other in self._members.items() if other == worker]:
+            del self._members[old]
+            if old != peer:  # A predecessor.
                 self._worker_of.pop(old, None)
-        self._admitted[peer] = member
-        self.listener.keep(self._admitted.__contains__)
+                self.listener.drop(old)
+        self._members[peer] = worker
+        welcome = Message("welcome", message.request, message.table, 0, self._incarnation, body)
+        return [Answer(peer, welcome), *self._hear_tables(worker, message.body["tables"])]
 
-    def _hear_tables(self, body: Mapping[str, Any]) -> list[Answer]:
+    def _hear_tables(self, worker: int, names: Sequence[str]) -> list[Answer]:
         """Take note of the tables in which a worker takes part; begin those that miss nobody."""
-        worker, names = body.get("worker"), body.get("tables")
-        if type(worker) is not int or not isinstance(names, list):
-            return []  # Another server.
         self._tables_of[worker] = {str(name) for name in names}
         tables = [table for table in self.tables.values() if not table.begun]
         return [answer for table in tables for answer in table.look(self.workers)]
@@ -301,9 +275,6 @@ class Server:
             for table in self.tables.values():
                 answers += table.leave(worker)
         return answers
-
-    def _welcome(self, peer: bytes, message: Message) -> list[Answer]:
-        return [Answer(peer, Message("welcome", message.request))]  # It was sent again.
 
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
         return [Answer(peer, Message("beat", message.request, "", 0, self._incarnation))]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.base.errors import (
+    ConfigError,
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+)
 from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.messages import Message, version_mismatch
+from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.worker.ordered_operations import Done
 from hvdlite.ps.worker.shard import Shard
 
@@ -17,18 +21,16 @@ from hvdlite.ps.worker.shard import Shard
 class ServerLink:
     """A connection that follows its server. Its methods are called in the client's thread."""
 
-    def __init__(
-        self, client: Client, server: int, worker: Callable[[], int], token: bytes
-    ) -> None:
+    def __init__(self, client: Client, server: int, worker: Callable[[], int]) -> None:
         self.server = server
-        self._client, self._worker, self._token = client, worker, token
+        self._client, self._worker = client, worker
         self._address = ""
         self._connection: Connection | None = None
         self._lock = threading.Lock()  # Guards the list, to which two threads add.
         self._shards: list[Shard] = []
         self._error: Exception | None = None  # Why the server is lost for good.
         self._left: Callable[[Message], None] | None = None
-        self._nonce: object = b""  # That was answered last.
+        self._is_known = False  # Whether the server has welcomed this process at its address.
         self._asked = False  # Whether the server lives.
         self._requests: dict[int, tuple[Message, Done]] = {}  # Of `ask`, by their ids.
 
@@ -37,14 +39,22 @@ class ServerLink:
         if address == self._address:
             return
         self.close()
-        self._address, self._error = address, None
-        self._connection = self._client.connect(address)
-        self._connection.caller.asks_for_proof = True
+        self._address, self._error, self._is_known = address, None, False
+        self._connection = self._client.connect(address, SERVER)
         self._connection.receive = self._receive
-        self._connection.mismatched = lambda protocol: self.fail(version_mismatch(protocol))
-        self._asked = False
+        self._connection.caller.connected = self._say_hello
+        self._connection.caller.refused = self._refuse
         self._come_again()
-        self.send(Message("hello"))  # Though it may have no table: a server waits to hear that.
+
+    def _say_hello(self) -> None:
+        """Say who this is, though it may have no table: a server waits to hear that."""
+        self.send(Message("hello", body={"worker": self._worker(), "tables": self._used_tables()}))
+
+    def _refuse(self, error: Exception) -> None:
+        """Fail, unless it is another process that answers where the server has been."""
+        if not self._is_known:
+            is_other = isinstance(error, HorovodVersionMismatchError)
+            self.fail(error if is_other else ConfigError(f"server {self.server} says: {error}"))
 
     def close(self) -> None:
         """End the connection with a server that is no more."""
@@ -121,15 +131,12 @@ class ServerLink:
 
     def _receive(self, message: Message) -> None:
         assert self._connection is not None
-        if message.kind == "challenge":
-            if (nonce := message.body.get("nonce")) != self._nonce:
-                self._nonce = nonce
-                about = {"worker": self._worker(), "tables": self._used_tables()}
-                self._connection.prove(about, message, self._token, SERVER)
-        elif message.kind == "welcome":
-            self._come_again()
-        elif message.kind == "refused":
-            self.fail(ConfigError(f"server {self.server} says: {message.body['why']}"))
+        if message.kind == "welcome":
+            self._is_known = True
+            if message.body["is_known"]:
+                self._connection.send_again()
+            else:
+                self._come_again()
         elif message.kind == "beat":
             self._asked = False
         elif message.request in self._requests:

@@ -12,7 +12,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime.current import find as find_runtime
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import ANSWER_SECONDS, WORKER, ClusterSettings, check_token
-from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.client import Client, name_of
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.connections.records import Records
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
@@ -36,8 +36,11 @@ class Worker:
         self, settings: ClusterSettings, *, number: int | None = None,
     ) -> None:  # fmt: skip
         check_token(settings)
-        self._client = Client(_identity(settings, number), settings.curve_token)
-        self._token = settings.token
+        self._client = Client(
+            name_of(WORKER, settings.node_id or str(number)),
+            settings.token,
+            encrypted=settings.curve,
+        )
         self._servers: dict[int, ServerLink] = {}
         self._silence_seconds = settings.server_seconds
         self.failure = ""
@@ -73,7 +76,7 @@ class Worker:
             return  # The welcome, which comes later, says the same.
         for number, address, _incarnation in body["servers"]:
             if number not in self._servers:
-                link = ServerLink(self._client, number, lambda: self.number, self._token)
+                link = ServerLink(self._client, number, lambda: self.number)
                 self._servers[number] = link
             self._servers[number].follow(address)
         self._follower.hear(body)
@@ -208,8 +211,3 @@ def _declaration(name: str, specs: Sequence[TensorSpec], options: TableOptions) 
         "options": list(options),
     }
     return Message("declare", 0, name, body=body)
-
-
-def _identity(settings: ClusterSettings, number: int | None) -> bytes:
-    name = settings.node_id or str(number)
-    return f"{settings.role} {name} {os.getpid()} {os.urandom(16).hex()}".encode()
