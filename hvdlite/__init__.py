@@ -1,4 +1,10 @@
-"""hvdlite: data-parallel training with Horovod's API, installed by pip alone."""
+"""hvdlite: data-parallel training with Horovod's API, installed by pip alone.
+
+These let scripts, editors and packages that know Horovod find it here: `as_horovod` answers to the
+name horovod in one job, `horovod_install` and `drop_in` in an environment; `module_aliases` has
+second names of modules, whose ``.pyi`` files (`tensorflow/`, and some in `common/`) are for editors
+only; `missing_names` says what Horovod has and hvdlite lacks.
+"""
 
 from __future__ import annotations
 

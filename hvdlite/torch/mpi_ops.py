@@ -1,4 +1,7 @@
-"""The collectives on torch tensors, and the questions about the job: rank, size and others."""
+"""The collectives on torch tensors, and the questions about the job: rank, size and others.
+
+It is called as in Horovod, and has no more to do with MPI than the rest.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from hvdlite.common.transport.inprocess import solo
 SECRET = "HVDLITE_SECRET"
 
 
-class Membership(NamedTuple):
+class Connected(NamedTuple):
     """What a rank begins with."""
 
     transport: Transport
@@ -50,7 +50,7 @@ def find_launch() -> Launch:
     return detect(os.environ, running_world(), default_group())
 
 
-def connect(comm: Any, launch: Launch, config: Config) -> Membership:
+def connect(comm: Any, launch: Launch, config: Config) -> Connected:
     """Connect this rank with the others; blocks until all have connected.
 
     `comm` is None for all ranks of the job, a list of world ranks, or an mpi4py communicator.
@@ -70,7 +70,7 @@ def connect(comm: Any, launch: Launch, config: Config) -> Membership:
     if launch.source == SINGLE:
         if ranks not in ([], [0]):
             raise ValueError(f"comm={comm}: this job has rank 0 only; start it with hvdlite-run")
-        return Membership(solo())
+        return Connected(solo())
     check_without_mpi(launch, config)
     return _connect_without_mpi(ranks, launch, config)
 
@@ -94,16 +94,16 @@ def _all_ranks(size: int) -> tuple[list[int], list[int]]:
 # -- without MPI
 
 
-def _connect_without_mpi(ranks: list[int], launch: Launch, config: Config) -> Membership:
+def _connect_without_mpi(ranks: list[int], launch: Launch, config: Config) -> Connected:
     if ranks:
         _check_ranks(ranks, launch.rank, launch.size)
     if len(ranks) == 1:
-        return Membership(solo())
+        return Connected(solo())
     members = None if ranks in _all_ranks(launch.size) else ranks
     deadline = time.monotonic() + config.start_timeout_seconds
     exchange = meet(launch, members, os.environ.get(SECRET, "").encode(), deadline)
     try:
-        return Membership(_connect_over_tcp(exchange, config, deadline))
+        return Connected(_connect_over_tcp(exchange, config, deadline))
     finally:
         exchange.close()
 
@@ -120,7 +120,7 @@ def _connect_over_tcp(exchange: Exchange, config: Config, deadline: float) -> Tr
 # -- with MPI
 
 
-def _connect_started_by_mpi(ranks: list[int], launch: Launch, config: Config) -> Membership:
+def _connect_started_by_mpi(ranks: list[int], launch: Launch, config: Config) -> Connected:
     with StartWatch(launch, config.start_timeout_seconds) as watch:
         mpi = _start_or_none(launch, config, watch)
         if mpi is not None:
@@ -155,7 +155,7 @@ def _start_or_none(launch: Launch, config: Config, watch: StartWatch) -> Any:
     )
 
 
-def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch) -> Membership:
+def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch) -> Connected:
     world = mpi.COMM_WORLD
     _check_ranks(ranks, world.rank, world.size)
     watch.expected = ranks
@@ -173,7 +173,7 @@ def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch
         sub.Free()
 
 
-def _connect_communicator(comm: Any, launch: Launch, config: Config) -> Membership:
+def _connect_communicator(comm: Any, launch: Launch, config: Config) -> Connected:
     me = launch if launch.source == MPI else None
     with StartWatch(me, config.start_timeout_seconds) as watch:
         mpi = start_mpi(config, watch)
@@ -186,7 +186,7 @@ def _connect_communicator(comm: Any, launch: Launch, config: Config) -> Membersh
         return _connect_all_of(mpi, comm, config, watch)
 
 
-def _connect_all_of(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Membership:
+def _connect_all_of(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Connected:
     """Connect the ranks of `comm`, over MPI or over TCP."""
     watch.expected = _world_ranks(mpi, comm)
     group = comm.Get_group()
@@ -198,7 +198,7 @@ def _connect_all_of(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> M
         raise
     if comm.size == mpi.COMM_WORLD.size:
         allow_mpi_finalize()
-    return Membership(transport, group)
+    return Connected(transport, group)
 
 
 def _connect_by_exchange_of_mpi(comm: Any, config: Config, watch: StartWatch) -> Transport:

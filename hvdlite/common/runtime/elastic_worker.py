@@ -21,9 +21,9 @@ from hvdlite.common.membership.frames import Member, Newcomer, World
 from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.runtime.connect import Connected
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.recording import Lasting
-from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
 
 # The process sets that a worker of an elastic job keeps from world to world.
@@ -131,13 +131,6 @@ NOT_IN_A_WORLD = (
 log = logging.getLogger("hvdlite")
 
 
-class Connected(NamedTuple):
-    """What a rank begins a world with: its connections, and the ranks of the process sets."""
-
-    transport: Transport
-    sets: list[tuple[int, ...]]
-
-
 class ElasticWorker:
     """The link of this worker, and the world that it is in."""
 
@@ -230,9 +223,9 @@ class ElasticWorker:
     def connect(self, offer: World | Newcomer, config: Config) -> Connected:
         """Return the connections of a world; for a newcomer those of a world without others."""
         if isinstance(offer, Newcomer):
-            return Connected(InProcessWorld(_topology(offer.members)).transport(offer.rank), [])
+            return Connected(InProcessWorld(_topology(offer.members)).transport(offer.rank))
         if offer.size == 1:
-            return Connected(solo(), self.sets.agree([self.sets.pack()], offer))
+            return Connected(solo(), sets=self.sets.agree([self.sets.pack()], offer))
         return self._connect_over_tcp(offer, config)
 
     def _connect_over_tcp(self, world: World, config: Config) -> Connected:
@@ -256,7 +249,7 @@ class ElasticWorker:
                 lambda told: sets.extend(self.sets.agree(told, world)),
             ),
         )
-        return Connected(transport, sets)
+        return Connected(transport, sets=sets)
 
     def _folder(self) -> str | None:
         """Return the folder of the agent, which removes it; None where it has none."""

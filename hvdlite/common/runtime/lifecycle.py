@@ -18,7 +18,7 @@ from hvdlite.common.plain.config import Config, misspelt
 from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.plain.result_memory import result_memory
-from hvdlite.common.runtime.connect import Membership, connect, find_launch
+from hvdlite.common.runtime.connect import Connected, connect, find_launch
 from hvdlite.common.runtime.current import current, this_process
 from hvdlite.common.runtime.elastic_worker import ElasticWorker
 from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
@@ -108,9 +108,9 @@ def _warn_of_misspelt_variables(launch: Launch) -> None:
     this_process.warned = True
 
 
-def _begin(membership: Membership, comm: Any, sets: Sequence[ProcessSet], config: Config) -> None:
+def _begin(connected: Connected, comm: Any, sets: Sequence[ProcessSet], config: Config) -> None:
     """Start the runtime of this process. After an error, there is none."""
-    transport, mpi_group, kept_sets = membership
+    transport, mpi_group, kept_sets = connected
     lasting = None if this_process.worker is None else this_process.worker.lasting
     this_process.runtime = runtime = Runtime(
         transport, config, mpi_group, sets=kept_sets, lasting=lasting
@@ -151,12 +151,12 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
     def join(offer: World | Newcomer) -> None:
         for runtime in this_process.shut_down:  # All ranks of their worlds have left, or are lost.
             runtime.engine.abandon(HorovodInternalError("the world of this engine is over"))
-        transport, kept_sets = worker.connect(offer, config)
+        connected = worker.connect(offer, config)
         if isinstance(offer, World):
             worker.lasting.recording.enter(offer, worker.sets.follows)
         new = [] if worker.sets.follows else sets
         settings = worker.lasting.recording.with_new_files(config)
-        _begin(Membership(transport, sets=kept_sets), comm, new, settings)
+        _begin(connected, comm, new, settings)
         _forget_finished()
 
     worker.enter(join, config.peer_timeout_seconds)
