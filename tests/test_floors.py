@@ -303,9 +303,7 @@ def test_the_map_of_common_lists_the_floors() -> None:
 WAITS = {
     "hvdlite.common.transport.local",
     "hvdlite.common.transport.rendezvous",
-    "hvdlite.launcher.hosts.check_hosts",
     "hvdlite.launcher.processes.console",
-    "hvdlite.launcher.hosts.unresolved_names",
     "hvdlite.ps.connections.memory_exchange",
 }
 ACCEPTS = {

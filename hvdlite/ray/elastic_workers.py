@@ -175,7 +175,6 @@ class ElasticRayJob(DirectJob):
     # -- actors
 
     def start_process(self, worker: StartWorker, variables: dict[str, str]) -> None:
-        """See `DirectJob.start_process`."""
         number, node = worker.number, self._node(worker.host)
         if node is None:
             self.ended(number, 1, f"no alive node of Ray has the address {worker.host}")
@@ -241,7 +240,7 @@ class ElasticRayJob(DirectJob):
         self.ended(number, outcome.code, cause)
 
     def end_process(self, number: int, kill: bool) -> None:
-        """See `DirectJob.end_process`: Ray knows no other end of an actor than its death."""
+        """Ray knows no other end of an actor than its death."""
         import ray
 
         actor = self._actors.pop(number, None)
@@ -249,6 +248,5 @@ class ElasticRayJob(DirectJob):
             ray.kill(actor)
 
     def end_all(self) -> None:
-        """See `DirectJob.end_all`."""
         for number in list(self._actors):
             self.end_process(number, kill=True)

@@ -141,24 +141,21 @@ class _SparkJob(DirectJob):
         self.ended(number, code, cause, by_signal)
 
     def start_process(self, worker: StartWorker, variables: dict[str, str]) -> None:
-        """See `DirectJob.start_process`."""
         task = self._tasks.get(worker.host)
         if task is not None:  # Else its end has been told already.
             task.send("start", worker.number, worker.start_rank, variables)
 
     def end_process(self, number: int, kill: bool) -> None:
-        """See `DirectJob.end_process`: the worker is its task's only one."""
+        # The worker is its task's only one.
         if (task := self._tasks.get(self.hosts[number])) is not None:
             task.send("end", True)
 
     def drop_agent(self, host: str) -> None:
-        """See `DirectJob.drop_agent`."""
         super().drop_agent(host)
         if (task := self._tasks.get(host)) is not None:
             task.send("end", True)
 
     def end_all(self) -> None:
-        """See `DirectJob.end_all`."""
         self._over = True
         for task in self._tasks.values():
             task.send("end", False)

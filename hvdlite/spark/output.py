@@ -11,18 +11,18 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TextIO
 
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.connections.listener import Listener
-from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.loop import READ, Loop
 from hvdlite.common.connections.prove import Claim
 from hvdlite.launcher.agents.call_back import call_back, receiver
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.output import STREAMS, Output
 
 log = logging.getLogger("hvdlite")
-LONGEST_HEADER = 256
 CHUNK_BYTES = 1 << 16
 CONNECT_SECONDS = 10.0
 
@@ -65,7 +65,6 @@ class _GivenStreams(Console):
         self._given = {name: stream for name, stream in streams.items() if stream is not None}
 
     def is_terminal(self, stream: str) -> bool:
-        """See `Console.is_terminal`."""
         return stream not in self._given and super().is_terminal(stream)
 
     def write(self, stream: str, text: bytes) -> None:
@@ -77,9 +76,9 @@ class _GivenStreams(Console):
 
 
 class DriverOutput:
-    """Listens for what `size` ranks print, from start to `close`.
+    """Listens for what `size` ranks print, from start to `close`, in one thread.
 
-    ``accepted(connection, name)`` gets the connections under other names, on a thread of its own.
+    ``accepted(connection, name)`` gets the connections under other names, and must not wait.
     """
 
     def __init__(
@@ -88,54 +87,65 @@ class DriverOutput:
     ) -> None:  # fmt: skip
         console = _GivenStreams({"stdout": stdout, "stderr": stderr})
         self._output = Output(range(size), None, timestamps, console)
-        self._feeding = threading.Lock()  # guards _output
         self._accepted = accepted
         self._loop = Loop()
         listening = listen(Address(host, 0))
         self.address = (host, listening.getsockname()[1])
         self._listener = Listener(self._loop, [listening], receiver(secret), self._enter)
         self._closes = False
-        self._readers: list[threading.Thread] = []
-        self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self._accepting.start()
+        self._open: set[socket.socket] = set()  # Over which ranks print.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def _accept(self) -> None:
+    def _run(self) -> None:
         while not self._closes:
             self._loop.run_once()
-        # Who has called already, and has ended, is let in.
-        end = self._loop.now() + CONNECT_SECONDS
-        while self._loop.run_once(0) or (self._listener.claims() and self._loop.now() < end):
-            pass
+        # Who has called already, and has ended, is let in, and what it has printed is read.
+        end, wait = self._loop.now() + CONNECT_SECONDS, 0.0
+        while self._loop.run_once(wait) or wait:
+            late = self._open or self._listener.claims()
+            wait = max(0.0, end - self._loop.now()) if late else 0.0
         self._listener.close()
         self._loop.close()
+        for connection in self._open:
+            connection.close()
 
     def _enter(self, claim: Claim, connection: socket.socket) -> None:
-        connection.setblocking(True)
         name = claim.body.decode(errors="replace")
-        reader = threading.Thread(target=self._read, args=(connection, name), daemon=True)
-        self._readers.append(reader)
-        reader.start()
+        if name in STREAMS:
+            self._open.add(connection)
+            self._loop.watch(
+                connection.fileno(), READ, partial(self._read, connection, name, bytearray())
+            )
+        elif self._accepted is not None:
+            connection.setblocking(True)
+            self._accepted(connection, name)
+        else:
+            connection.close()
 
-    def _read(self, connection: socket.socket, name: str) -> None:
-        with contextlib.suppress(OSError), connection:
-            if name in STREAMS:
-                self._print(connection, name)
-            elif self._accepted is not None:
-                self._accepted(connection.dup(), name)
-
-    def _print(self, connection: socket.socket, stream: str) -> None:
-        with connection.makefile("rb") as file:
-            rank = file.readline(LONGEST_HEADER)  # when all tasks have met
-            while rank and (data := file.read1(CHUNK_BYTES)):
-                with self._feeding:
-                    self._output.feed(int(rank), stream, data)
+    def _read(self, connection: socket.socket, stream: str, rank: bytearray, _events: int) -> None:
+        """Print what a rank has written; its first line is its number, when all tasks have met."""
+        try:
+            data = connection.recv(CHUNK_BYTES)
+            ended = not data
+            if not rank.endswith(b"\n"):
+                line, newline, data = data.partition(b"\n")
+                rank += line + newline
+            if data:
+                self._output.feed(int(rank), stream, data)
+        except BlockingIOError:
+            return
+        except Exception as error:  # A stream of the caller's may raise anything.
+            log.debug("what a rank prints is read no more: %s", error)
+            ended = True
+        if ended:
+            self._loop.forget(connection.fileno())
+            self._open.discard(connection)
+            connection.close()
 
     def close(self) -> None:
         """Print what has come, and close; all ranks have ended."""
         self._closes = True
         self._loop.wake()
-        self._accepting.join()
-        for reader in self._readers:
-            reader.join(CONNECT_SECONDS)
-        with self._feeding:
-            self._output.finish()
+        self._thread.join()
+        self._output.finish()

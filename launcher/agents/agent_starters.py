@@ -81,13 +81,13 @@ class SpawnedAgents(AgentStarter):
         return ssh_command(agent.host.name, there, self._options, self._environ.get("PATH"))
 
     def start(self) -> None:
-        """See `AgentStarter`: those of this host cost nothing to wait for, so they come first."""
+        """Those of this host cost nothing to wait for, so they come first."""
         self._waiting.extend(sorted(self._agents, key=lambda agent: agent.host.remote))
         for _ in range(MOST_AT_ONCE):
             self.agent_came()
 
     def agent_came(self) -> None:
-        """See `AgentStarter`: another one may start in its place."""
+        """Another one may start in its place."""
         if self._waiting:
             self.begin(self._waiting.popleft())
 
@@ -107,7 +107,7 @@ class SpawnedAgents(AgentStarter):
         return bool(self._waiting)
 
     def tidy(self, agent: AgentConnection, groups: list[int]) -> None:
-        """See `AgentStarter`: its ranks have died with it, but not their child processes."""
+        """Its ranks have died with it, but not their child processes."""
         command = removal_command(agent, groups, self._options, self._environ)
         ssh = LeadingProcess(command, self._environ, self._loop)
         ssh.wait(TIDY_SECONDS)

@@ -80,7 +80,7 @@ class GroupAgents(AgentStarter):
             self._program.signal(signal.SIGTERM)
 
     def busy(self) -> bool:
-        """See `AgentStarter`: where the program ended too early, `failure` is yet to be asked."""
+        """Where the program ended too early, `failure` is yet to be asked."""
         if self._program is None or not self._absent():
             return False
         return not self._stopped or self._program.code is None

@@ -47,7 +47,7 @@ class HostDiscoveryScript(HostDiscovery):
         self._slots = 1 if slots is None else slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """See `HostDiscovery`. Raises RuntimeError for a script that fails or never ends."""
+        """Raise RuntimeError for a script that fails or never ends."""
         try:
             done = subprocess.run(
                 self._script, shell=True, check=True, timeout=SCRIPT_SECONDS,

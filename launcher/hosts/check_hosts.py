@@ -10,18 +10,18 @@ import contextlib
 import json
 import os
 import secrets
-import selectors
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import hvdlite
+from hvdlite.common.connections.loop import Timer
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.cores import print_cores_script
 from hvdlite.launcher.hosts.host_facts import PACKAGES, Attempt, Facts
@@ -30,7 +30,9 @@ from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.probe import MARK
 from hvdlite.launcher.hosts.ssh import agent_path, connect_seconds, ssh_command
 from hvdlite.launcher.hosts.unreachable import explain_agent, explain_silence
-from hvdlite.launcher.processes.signals import die_with_parent, interrupt_waits
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.processes.leading_process import READ_BYTES, LeadingProcess
+from hvdlite.launcher.processes.signals import interrupt_waits
 
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 MOST_PEERS = 16  # A host tries so many others; all pairs of many hosts would be too many.
@@ -61,26 +63,30 @@ def check_hosts(
     Where MPI starts the ranks, its daemons connect to this machine, so it is one of the hosts. The
     probes listen on one of `ports`; 0 is any. Raises `ConfigError` where there is no ssh here.
     """
-    directory = os.getcwd()
-    connect = connect_seconds(options)
-    conversations = [
-        Conversation(host.name, _command(host, options, environ), connect) for host in hosts
-    ]
+    directory, seconds = os.getcwd(), connect_seconds(options) * LOGIN_FACTOR
+    loop = EventLoop()
+    commands = {host.name: _command(host, options, environ) for host in hosts}
     if mpi and all(host.remote for host in hosts):
-        here = Conversation(HERE, [sys.executable, "-c", BOOTSTRAP], connect)
-        conversations.insert(0, here)
+        commands = {HERE: [sys.executable, "-c", BOOTSTRAP], **commands}
+    conversations = [
+        Conversation(name, command, environ, seconds, loop) for name, command in commands.items()
+    ]
     question = _question(directory, ports, environ)
     with contextlib.ExitStack() as stack:
+        stack.callback(loop.close)
         for each in conversations:
             stack.callback(each.close)
         stack.callback(_let_end, conversations)
-        _ask(conversations, lambda each: {**question, "nonce": each.nonce})
-        facts = {each.name: _facts(each, options) for each in _answered(conversations)}
+        _ask(loop, conversations, lambda each: {**question, "nonce": each.nonce})
+        facts = {
+            each.name: Facts.from_answer(each.answer).only(options.network_interfaces)
+            for each in _answered(conversations)
+        }
         if HERE in facts and _is_twice(facts[HERE], facts):
             facts.pop(HERE)
             conversations = [each for each in conversations if each.name != HERE]
         peers = _peers(_answered(conversations), facts)
-        _ask(_answered(conversations), lambda each: {
+        _ask(loop, _answered(conversations), lambda each: {
             "seconds": ATTEMPT_SECONDS,
             "peers": [[address, port, nonce] for _, address, port, nonce in peers[each.name]],
         })  # fmt: skip
@@ -94,141 +100,114 @@ def check_hosts(
 
 
 class Conversation:
-    """The probe on one host: a process, and the last answer or the failure."""
+    """The probe on one host: the process that leads to it, and the last answer or the failure."""
 
-    def __init__(self, name: str, command: Sequence[str], connect_seconds: float) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str],
+        login_seconds: float, loop: EventLoop,
+    ) -> None:  # fmt: skip
         self.name = name
         self.nonce = secrets.token_hex(16)
         self.answer: dict[str, Any] = {}
         self.failure = ""
-        self.deadline = 0.0
         self.waits = False  # for an answer
-        self.process: subprocess.Popen[bytes] | None = None
-        self._command = command
-        self._login_seconds = connect_seconds * LOGIN_FACTOR  # ssh itself gives up before
+        self._command, self._environ, self._loop = command, environ, loop
+        self._login_seconds = login_seconds
         self._runs = False  # Python has started
         self._unread = b""
-        self._said: list[str] = []
-
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start the process that leads to the probe."""
-        with interrupt_waits():
-            self.process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C comes to us alone
-                preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - one system call
-            )  # fmt: skip
-        self.deadline = time.monotonic() + self._login_seconds
-        return self.process
+        self._said: list[str] = []  # before Python has started, on standard output
+        self._timer = Timer(self._give_up)
+        self._leader: LeadingProcess | None = None
+        self._streams: list[FileIO] = []
 
     def ask(self, question: Mapping[str, Any]) -> None:
         """Send a question. It fits into the pipe, so this does not wait for the reader."""
-        assert self.process is not None and self.process.stdin is not None
         self.waits = True
-        if self._runs:
-            self.deadline = time.monotonic() + ANSWER_SECONDS
+        self._limit(ANSWER_SECONDS if self._runs else self._login_seconds)
+        if self._leader is None:
+            with interrupt_waits():
+                self._leader = LeadingProcess(
+                    self._command, self._environ, self._loop, signal.SIGKILL
+                )
+            reader, writer = self._leader.take_streams()
+            self._streams = [FileIO(reader, "r"), FileIO(writer, "w")]
+            self._loop.listen(reader, self._hear)
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
-            self.process.stdin.flush()
+            self._streams[1].write(json.dumps(question).encode() + b"\n")
 
-    def hear(self, data: bytes) -> None:
+    def _limit(self, seconds: float) -> None:
+        self._timer.cancel()
+        self._timer = self._loop.call_after(seconds, self._give_up)
+
+    def _hear(self, fd: int) -> None:
         """Take what the probe has printed, and perhaps the shell before it."""
+        data = os.read(fd, READ_BYTES)
+        if not data:
+            self._loop.forget(fd)
+            self._end()
         *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
-            text = line.decode(errors="replace")
+        for text in (line.decode(errors="replace") for line in lines):
             if not text.startswith(MARK):
-                self.note(line)
+                self._said += [text][: FIRST_LINES - len(self._said)]
             elif not self._runs:
                 self._runs = True
-                self.deadline = time.monotonic() + ANSWER_SECONDS
+                self._limit(ANSWER_SECONDS)
             else:
                 self.answer = json.loads(text[len(MARK) :])
                 self.waits = False
 
-    def note(self, data: bytes) -> None:
-        """Keep what was said for the diagnosis."""
-        if len(self._said) < FIRST_LINES:
-            self._said += data.decode(errors="replace").splitlines()
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """Conclude from the end of the process why there is no answer."""
-        assert self.process is not None
-        try:
-            code: int | None = self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-        assert self.process.stderr is not None
-        with contextlib.suppress(BlockingIOError):
-            os.set_blocking(self.process.stderr.fileno(), False)
-            self.note(self.process.stderr.read() or b"")
-        self._fail(explain_agent(self.name, "\n".join(self._said), code))
+        if self.waits and self._leader is not None:
+            self._leader.wait(END_SECONDS)
+            said = "\n".join([*self._said, self._leader.said()])
+            self._fail(explain_agent(self.name, said, self._leader.code))
 
-    def give_up(self) -> None:
-        """Conclude that the time is over."""
-        seconds = ANSWER_SECONDS if self._runs else self._login_seconds
-        self._fail(explain_silence(self.name, seconds, runs=self._runs))
+    def _give_up(self) -> None:
+        if self.waits:
+            seconds = ANSWER_SECONDS if self._runs else self._login_seconds
+            self._fail(explain_silence(self.name, seconds, runs=self._runs))
 
     def _fail(self, sentence: str) -> None:
         self.failure = sentence
         self.waits = False
 
+    def let_end(self) -> None:
+        """Let the probe find the end of its input."""
+        if self._streams:
+            self._streams[1].close()
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the process has ended, at most until `deadline`."""
+        if self._leader is not None:
+            self._leader.wait(deadline - time.monotonic())
+
     def close(self) -> None:
         """Leave no process and no open file behind."""
-        if self.process is None:
-            return
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        if self._leader is not None:
+            self._leader.close()
+        for stream in self._streams:
+            if not stream.closed:
+                self._loop.forget(stream.fileno())
+                stream.close()
 
 
 def _ask(
-    conversations: Sequence[Conversation], question: Callable[[Conversation], dict[str, Any]]
-) -> None:
+    loop: EventLoop, conversations: Sequence[Conversation],
+    question: Callable[[Conversation], dict[str, Any]],
+) -> None:  # fmt: skip
     """Send each probe its question, and wait until each has answered or failed."""
     waiting = deque(conversations)
-    asked: list[Conversation] = []
-    with selectors.DefaultSelector() as selector:
-        while waiting or any(each.waits for each in asked):
-            while waiting and sum(each.waits for each in asked) < MOST_AT_ONCE:
-                each = waiting.popleft()
-                process = each.process or each.start()
-                for pipe in (process.stdout, process.stderr):
-                    assert pipe is not None
-                    selector.register(pipe, selectors.EVENT_READ, each)
-                each.ask(question(each))
-                asked.append(each)
-            _wait(selector, asked)
-
-
-def _wait(selector: selectors.BaseSelector, asked: Sequence[Conversation]) -> None:
-    due = min((each.deadline for each in asked if each.waits), default=0.0)
-    for key, _ in selector.select(max(0.0, due - time.monotonic())):
-        each: Conversation = key.data
-        assert each.process is not None
-        data = os.read(key.fd, 1 << 16)
-        hears = key.fileobj is each.process.stdout
-        if data:
-            (each.hear if hears else each.note)(data)
+    while (asked := sum(each.waits for each in conversations)) or waiting:
+        if waiting and asked < MOST_AT_ONCE:
+            each = waiting.popleft()
+            each.ask(question(each))
         else:
-            selector.unregister(key.fileobj)
-            if hears and each.waits:
-                each.end()
-    now = time.monotonic()
-    for each in asked:
-        if each.waits and now >= each.deadline:
-            each.give_up()
+            loop.run_once()
 
 
 def _answered(conversations: Sequence[Conversation]) -> list[Conversation]:
     return [each for each in conversations if not each.failure]
-
-
-def _facts(conversation: Conversation, options: LaunchOptions) -> Facts:
-    return Facts.from_answer(conversation.answer).only(options.network_interfaces)
 
 
 def _is_twice(one: Facts, facts: Mapping[str, Facts]) -> bool:
@@ -239,13 +218,9 @@ def _let_end(conversations: Sequence[Conversation]) -> None:
     """Let the probes find the end of their input, and give those that answered a moment."""
     deadline = time.monotonic() + END_SECONDS
     for each in conversations:
-        if each.process is not None and each.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                each.process.stdin.close()
+        each.let_end()
     for each in _answered(conversations):
-        if each.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                each.process.wait(max(0.0, deadline - time.monotonic()))
+        each.wait(deadline)
 
 
 def _command(host: Host, options: LaunchOptions, environ: Mapping[str, str]) -> list[str]:

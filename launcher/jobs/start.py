@@ -21,13 +21,13 @@ from hvdlite.launcher.command_line.launcher_choice import GROUPS, MPIRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.elastic.job import ElasticJob
 from hvdlite.launcher.hosts.start_check import check_before_start, print_report, use_networks
-from hvdlite.launcher.hosts.unresolved_names import listed, names_without_address
 from hvdlite.launcher.jobs.environment import rank_environment
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.mpirun.mpi import Mpi, find_mpi
 from hvdlite.launcher.mpirun.mpirun import MpirunJob
+from hvdlite.launcher.platforms.kubernetes import listed, names_without_address
 from hvdlite.launcher.platforms.torchrun import torchrun_variables
 from hvdlite.launcher.processes.console import say
 from hvdlite.launcher.processes.signals import SignalInbox

@@ -1,19 +1,24 @@
 """The launcher pod of a Kubernetes job: which hosts its operator names, and how ssh reaches them.
 
 The MPI operator (MPIJob) and Kubeflow Trainer (TrainJob with an mpi policy) write a hostfile and
-set variables of the MPI that they expect. Open MPI 5 reads none of them, so the launcher does. This
-module only looks at variables, and asks which files there are.
+set variables of the MPI that they expect. Open MPI 5 reads none of them, so the launcher does. The
+names of pods have an address only when the pods are ready.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.connections.loop import readable
 from hvdlite.launcher.hosts.hosts import Host
+from hvdlite.launcher.processes.console import say
+from hvdlite.launcher.processes.signals import SignalInbox
 
 ROLE = "K_MPI_JOB_ROLE"  # set by the MPI operator in each pod
 MOUNTED_HOSTFILE = "/etc/mpi/hostfile"
@@ -24,6 +29,8 @@ VARIABLES = (
     ("I_MPI_HYDRA_HOST_FILE", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
     ("HYDRA_HOST_FILE", "HYDRA_LAUNCH_EXTRA_ARGS"),
 )
+PAUSE_SECONDS = 0.5
+MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -79,3 +86,42 @@ def with_own_pod_local(hosts: tuple[Host, ...], hostname: str) -> tuple[Host, ..
         Host("localhost", host.slots) if host.name.partition(".")[0] == own else host
         for host in hosts
     )
+
+
+def has_address(name: str) -> bool:
+    """Ask the system's resolver, which may take a few seconds where no server answers."""
+    try:
+        return bool(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    except (OSError, UnicodeError):  # the latter: no name of DNS at all
+        return False
+
+
+def names_without_address(
+    names: Sequence[str],
+    timeout_seconds: float,
+    signals: SignalInbox,
+    has_address: Callable[[str], bool] = has_address,
+) -> list[str]:
+    """Return the names that have no address after `timeout_seconds`, or when a signal comes.
+
+    That is an empty list as soon as each name has had one.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    told = False
+    missing = list(names)
+    while True:
+        missing = [name for name in missing if signals.received or not has_address(name)]
+        left = deadline - time.monotonic()
+        if not missing or signals.received or left <= 0:
+            return missing
+        if not told:
+            told = True
+            say(f"waiting up to {timeout_seconds:g} seconds for an address of {listed(missing)}")
+        readable(signals.fileno(), min(PAUSE_SECONDS, left))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first of `names`, and how many more there are."""
+    text = ", ".join(names[:MOST_NAMED])
+    more = len(names) - MOST_NAMED
+    return f"{text} and {more} more" if more > 0 else text

@@ -204,12 +204,13 @@ def test_an_interrupt_during_the_fork_of_a_probe_is_not_lost() -> None:
     script = """
 import os, signal
 from hvdlite.launcher.hosts.check_hosts import Conversation
-probe = Conversation("a", ["cat"], 5.0)
+from hvdlite.launcher.processes.event_loop import EventLoop
+probe = Conversation("a", ["cat"], os.environ, 5.0, EventLoop())
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 try:
-    probe.start()
+    probe.ask({})
 except KeyboardInterrupt:
-    print("interrupted", probe.process.poll())
+    print("interrupted", probe._leader.code)
 finally:
     probe.close()
 """

@@ -15,10 +15,14 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.options import LaunchOptions, resolve
 from hvdlite.launcher.hosts.hosts import Host
-from hvdlite.launcher.hosts.unresolved_names import listed, names_without_address
 from hvdlite.launcher.jobs.passed_variables import names_for_other_hosts
 from hvdlite.launcher.mpirun.commands import Place, build_command, build_environment
-from hvdlite.launcher.platforms.kubernetes import find_launcher_pod, with_own_pod_local
+from hvdlite.launcher.platforms.kubernetes import (
+    find_launcher_pod,
+    listed,
+    names_without_address,
+    with_own_pod_local,
+)
 from hvdlite.launcher.processes.signals import SignalInbox
 from tests.launcher.jobs import launch, start
 from tests.launcher.mpirun.test_commands import MPICH, OMPI4, OMPI5
