@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdlite.as_horovod import active
@@ -21,7 +22,7 @@ from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.jobs.outcome import JobOutcome
 from hvdlite.launcher.jobs.start import run_job
 from hvdlite.launcher.platforms.torch_pod import PREFIX
-from hvdlite.launcher.worker import Raised, read_answers, read_failures, write_call
+from hvdlite.launcher.worker import CALL, Raised, dump_call, read_answers, read_failures
 
 T = TypeVar("T")
 # Flags whose warnings have to name an argument of `run`.
@@ -154,7 +155,7 @@ def _run(options: LaunchOptions, environ: Mapping[str, str], call: tuple[Any, ..
     base = os.getcwd() if elsewhere else None
     directory = tempfile.mkdtemp(prefix="hvdlite-call-", dir=base)  # only the user may enter it
     try:
-        write_call(directory, call)
+        Path(directory, CALL).write_bytes(dump_call(call))
         outcome = run_job(replace(options, call=directory), environ)
         if options.elastic is None:
             answers = read_answers(directory, range(options.num_proc))

@@ -41,11 +41,11 @@ class Raised:
     rank: int = -1  # Of a worker of an elastic job, at its start.
 
 
-def write_call(directory: str, call: tuple[Any, ...]) -> None:
-    """Put ``(function, args, kwargs)`` where the ranks find it."""
-    with Path(directory, CALL).open("wb") as file:
-        pickle.dump((tuple(sys.version_info[:2]), sys.path), file, protocol=OLDEST_PROTOCOL)
-        cloudpickle.dump(call, file)
+def dump_call(call: tuple[Any, ...]) -> bytes:
+    """Return ``(function, args, kwargs)`` as ranks read it from the file CALL."""
+    origin = tuple(sys.version_info[:2]), sys.path
+    pickled: bytes = pickle.dumps(origin, protocol=OLDEST_PROTOCOL) + cloudpickle.dumps(call)
+    return pickled
 
 
 def read_answers(directory: str, ranks: Iterable[int]) -> dict[int, Any]:

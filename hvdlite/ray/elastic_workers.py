@@ -8,29 +8,26 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hvdlite.launcher.decisions.commands import ElasticPlan, Finish, StartWorker
+from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
 from hvdlite.launcher.elastic.direct_job import DirectJob
 from hvdlite.launcher.elastic.discovery import HostDiscovery
 from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.launcher.worker import Raised
 from hvdlite.ray.discovery import RayHostDiscovery
 from hvdlite.ray.fixed_workers import (
-    LOOK_SECONDS,
     NOT_STARTED,
     Callbacks,
     Workers,
     call_back,
     log_queue,
 )
-from hvdlite.ray.worker import BaseHorovodWorker, Call, Outcome
+from hvdlite.ray.worker import Call, Outcome
 
 DISCOVERY_SECONDS = 1.0  # The time between two looks at the nodes.
-INTERRUPTED_CODE = 130
 KILLED_CODE = 137  # Of an actor that has died: nobody tells by what.
 
 
@@ -99,21 +96,9 @@ class ElasticWorkers:
             queue=queue,
             start_seconds=self.start_seconds,
         )
-        return job.take_results(_drive(job, lambda: call_back(queue, callbacks)))
-
-
-def _drive(job: ElasticRayJob, look: Callable[[], None]) -> Finish:
-    """Run the job in a thread, and call `look` meanwhile and at its end; return how it ended."""
-    with ThreadPoolExecutor(1, "hvdlite-driver") as thread:
-        end = thread.submit(job.run)
-        try:
-            while wait([end], LOOK_SECONDS).not_done:
-                look()
-        finally:  # Ctrl-C, and errors of callbacks, end the job.
-            job.stop(INTERRUPTED_CODE, "the call was interrupted")
-    finish = end.result()
-    look()
-    return finish
+        finish = job.drive(lambda: call_back(queue, callbacks))
+        call_back(queue, callbacks)
+        return job.take_results(finish)
 
 
 class ElasticRayJob(DirectJob):
@@ -142,21 +127,20 @@ class ElasticRayJob(DirectJob):
         if isinstance(discovery, RayHostDiscovery):
             self._nodes = discovery
         self._actors: dict[int, Any] = {}  # Of all workers, until they are killed.
-        self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._discover, args=[discovery], name="hvdlite-discovery", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        self._over.set()
+        self.over.set()
         self._thread.join(DISCOVERY_SECONDS)
         super().close()
 
     def _discover(self, discovery: HostDiscovery) -> None:
         """Ask for the hosts again and again, and tell the driver of each change."""
         last: list[tuple[str, int]] | None = None
-        while not self._over.is_set():
+        while not self.over.is_set():
             try:
                 found = dict(discovery.find_available_hosts_and_slots())
             except Exception as error:
@@ -167,7 +151,7 @@ class ElasticRayJob(DirectJob):
                 if list(found.items()) != last:
                     last = list(found.items())
                     self.post(partial(self._tell, self.driver.discovered, found))
-            self._over.wait(DISCOVERY_SECONDS)
+            self.over.wait(DISCOVERY_SECONDS)
 
     def _tell(self, event: Callable[[Any, float], None], value: Any) -> None:
         event(value, self.now())
@@ -175,12 +159,14 @@ class ElasticRayJob(DirectJob):
     # -- actors
 
     def start_process(self, worker: StartWorker, variables: dict[str, str]) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         number, node = worker.number, self._node(worker.host)
         if node is None:
             self.ended(number, 1, f"no alive node of Ray has the address {worker.host}")
             return
-        actor = self._actor(node)
-        self._actors[number] = actor
+        strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        actor = self._actors[number] = self._wanted.start_actor(strategy)
         gpus = (worker.place["LOCAL_RANK"], int(node["Resources"].get("GPU", 0)))
         answer = actor.run_elastic.remote(
             self._variables | variables,
@@ -188,30 +174,14 @@ class ElasticRayJob(DirectJob):
             self._call,
             self._queue,
         )
-        answer.future().add_done_callback(self._when_done(number))
+        answer.future().add_done_callback(
+            lambda future: self.post(lambda: self._take_answer(number, future))
+        )
 
     def _node(self, host: str) -> Any:
         if host not in self._nodes.nodes:
             self._nodes.look()
         return self._nodes.nodes.get(host)
-
-    def _actor(self, node: Any) -> Any:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        return (
-            ray.remote(BaseHorovodWorker)
-            .options(
-                num_cpus=self._wanted.cpus,
-                num_gpus=self._wanted.gpus,
-                scheduling_strategy=strategy,
-            )
-            .remote()
-        )
-
-    def _when_done(self, number: int) -> Callable[[Any], None]:
-        return lambda future: self.post(lambda: self._take_answer(number, future))
 
     def _take_answer(self, number: int, future: Any) -> None:
         import ray
@@ -226,18 +196,11 @@ class ElasticRayJob(DirectJob):
             self.raised[number] = Raised(error, str(error), False, 0.0)
             self.ended(number, 1, shorten(f"{type(error).__name__}: {error}"))
         else:
-            self._take_outcome(number, outcome)
-
-    def _take_outcome(self, number: int, outcome: Outcome) -> None:
-        cause = None
-        if outcome.raised is not None:
-            self.raised[number] = pickle.loads(outcome.raised)
-            cause = shorten(self.raised[number].text.rstrip().rpartition("\n")[2])
-        else:
-            self.results[number] = outcome.result
-        if not outcome.returned:  # One that has returned may still be needed by the other ranks.
-            self.end_process(number, kill=True)  # Its actor would keep its cores from the next.
-        self.ended(number, outcome.code, cause)
+            if not outcome.returned:  # One that has returned may still be needed by the others.
+                self.end_process(number, kill=True)  # Its actor would keep its cores from the next.
+            raised = outcome.raised
+            answer = outcome.result if raised is None else pickle.loads(raised)
+            self.take_answer(number, answer, outcome.code)
 
     def end_process(self, number: int, kill: bool) -> None:
         """Ray knows no other end of an actor than its death."""

@@ -46,6 +46,14 @@ class Workers(NamedTuple):
         wanted = self.resources(1)
         return int(min(bundle.get(name, 0) // number for name, number in wanted.items()))
 
+    def start_actor(self, strategy: Any) -> Any:
+        """Start one worker where `strategy` of Ray's says."""
+        import ray
+
+        actor = ray.remote(BaseHorovodWorker)
+        options = {"num_cpus": self.cpus, "num_gpus": self.gpus}
+        return actor.options(scheduling_strategy=strategy, **options).remote()
+
 
 class Placement(NamedTuple):
     """A placement group, and the bundle of each worker (-1: any that has room)."""
@@ -122,21 +130,14 @@ class FixedWorkers:
             raise
 
     def _start_actors(self, extra_env_vars: Mapping[str, Any]) -> None:
-        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._placement = place(self._wanted, self._use_current, self._limit_seconds)
-        actor = ray.remote(BaseHorovodWorker)
         for bundle in self._placement.bundles:
             strategy = PlacementGroupSchedulingStrategy(
                 self._placement.group, placement_group_bundle_index=bundle
             )
-            options = actor.options(
-                num_cpus=self._wanted.cpus,
-                num_gpus=self._wanted.gpus,
-                scheduling_strategy=strategy,
-            )
-            self.actors.append(options.remote())
+            self.actors.append(self._wanted.start_actor(strategy))
         places = self._places()
         order = order_by_host([place.host for place in places])
         self.actors = [self.actors[index] for index in order]

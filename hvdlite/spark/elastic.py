@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
@@ -16,11 +14,11 @@ from hvdlite.launcher.agents.channel import Channel
 from hvdlite.launcher.decisions.commands import ElasticPlan, Finish, StartWorker
 from hvdlite.launcher.elastic.direct_job import DirectJob, make_plan
 from hvdlite.launcher.processes.error_text import shorten
-from hvdlite.launcher.worker import Raised
+from hvdlite.launcher.worker import dump_call
 from hvdlite.spark.elastic_task import open_channel, run_elastic_task
 from hvdlite.spark.output import DriverOutput
 from hvdlite.spark.runner import LOOK_SECONDS, Stage, check_size, no_room, prepare, python_error
-from hvdlite.spark.task import Call, dump_call
+from hvdlite.spark.task import Call
 
 T = TypeVar("T")
 CAUSE_SECONDS = 1.0  # How long the driver may take to say why it ends.
@@ -74,7 +72,7 @@ def run_elastic(
         size, job.secret, host, stdout, stderr, prefix_output_with_timestamp, job.accept
     )
     try:
-        pickled = dump_call(fn, args, kwargs or {})
+        pickled = dump_call((fn, tuple(args), dict(kwargs or {})))
         call = Call(pickled, settings | dict(env or {}), None, job.secret, output.address)
         finish = _run(context, size, call, job, limit)
     finally:
@@ -88,7 +86,6 @@ class _SparkJob(DirectJob):
     def __init__(self, plan: ElasticPlan, host: str, start_seconds: float) -> None:
         super().__init__(plan, host, start_seconds)
         self.tasks_seen = 0
-        self.last_cause = ""  # Of the loss of a worker.
         self._tasks: dict[str, Channel] = {}  # By the names of their hosts.
         self._answers: dict[int, bytearray] = {}
         self._over = False
@@ -125,20 +122,9 @@ class _SparkJob(DirectJob):
         if kind == "part":
             self._answers.setdefault(number, bytearray()).extend(fields[1])
         elif kind == "exit":
-            self._take_exit(number, *fields[1:])
-
-    def _take_exit(self, number: int, code: int, by_signal: bool) -> None:
-        answer = pickle.loads(self._answers[number]) if number in self._answers else None
-        cause = None
-        if isinstance(answer, Raised):
-            self.raised[number] = answer
-            cause = shorten(answer.text.rstrip().rpartition("\n")[2])
-        else:
-            self.results[number] = answer
-        if by_signal:
-            cause = f"killed by {signal.Signals(code - 128).name}"
-        self.last_cause = cause or self.last_cause
-        self.ended(number, code, cause, by_signal)
+            code, by_signal = fields[1:]
+            answer = pickle.loads(self._answers[number]) if number in self._answers else None
+            self.take_answer(number, answer, code, code - 128 if by_signal else 0)
 
     def start_process(self, worker: StartWorker, variables: dict[str, str]) -> None:
         task = self._tasks.get(worker.host)
@@ -181,20 +167,17 @@ def _run(context: Any, size: int, call: Call, job: _SparkJob, limit_seconds: flo
 
     start_by = time.monotonic() + limit_seconds
     stage = Stage(context, "hvdlite.spark.run_elastic", collect)
-    with ThreadPoolExecutor(1, "hvdlite-driver") as thread:
-        end = thread.submit(job.run)
-        try:
-            while wait([end], LOOK_SECONDS).not_done:
-                if job.tasks_seen < size and time.monotonic() > start_by:
-                    raise TimeoutError(no_room(context, size, f"in {limit_seconds:g} s"))
-                if stage.error is not None:
-                    wait([end], CAUSE_SECONDS)
-                    job.stop(1, _spell(stage.error, job.last_cause))
-        finally:
-            job.stop(1, "the call was interrupted")
-            wait([end])
-            stage.end(LEAVE_SECONDS)
-    return end.result()
+
+    def look() -> None:
+        if job.tasks_seen < size and time.monotonic() > start_by:
+            raise TimeoutError(no_room(context, size, f"in {limit_seconds:g} s"))
+        if stage.error is not None and not job.over.wait(CAUSE_SECONDS):
+            job.stop(1, _spell(stage.error, job.last_cause))
+
+    try:
+        return job.drive(look)
+    finally:
+        stage.end(LEAVE_SECONDS)
 
 
 def _spell(error: Exception, last_cause: str) -> str:

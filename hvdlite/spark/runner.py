@@ -13,10 +13,10 @@ from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.meeting.placement import new_secret
 from hvdlite.launcher.function import raise_first
 from hvdlite.launcher.processes.error_text import last_exception
-from hvdlite.launcher.worker import Raised
+from hvdlite.launcher.worker import Raised, dump_call
 from hvdlite.missing_names import with_remedy
 from hvdlite.spark.output import DriverOutput
-from hvdlite.spark.task import Answer, Call, dump_call, read_answer, run_task
+from hvdlite.spark.task import Answer, Call, read_answer, run_task
 
 T = TypeVar("T")
 START_TIMEOUT, START_SECONDS = "HOROVOD_SPARK_START_TIMEOUT", 600.0
@@ -69,7 +69,7 @@ def run(
     host = context.getConf().get("spark.driver.host") or "localhost"
     output = DriverOutput(size, secret, host, stdout, stderr, prefix_output_with_timestamp)
     try:
-        pickled = dump_call(fn, args, kwargs or {})
+        pickled = dump_call((fn, tuple(args), dict(kwargs or {})))
         call = Call(pickled, settings | dict(env or {}), executable, secret, output.address)
         answers = _Job(context, size, call).run(limit)
     finally:

@@ -15,24 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import cloudpickle
 
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.placement import order_by_host, rank_variables
 from hvdlite.common.meeting.serving import ServedMeeting
 from hvdlite.launcher.decisions.first_failure import Failure
-from hvdlite.launcher.jobs.passed_variables import of_another_job
-from hvdlite.launcher.worker import dump_error
+from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE, of_another_job
+from hvdlite.launcher.worker import CALL, dump_error
 from hvdlite.spark.output import RankOutput
 
-ANSWER = "answer.pickle"
 DEVICES = "HVDLITE_SPARK_DEVICES"
 
 
@@ -40,7 +37,7 @@ DEVICES = "HVDLITE_SPARK_DEVICES"
 class Call:
     """What the driver wants of each task."""
 
-    pickled: bytes  # what `rank.py` reads
+    pickled: bytes  # of `dump_call`
     environ: Mapping[str, str]
     executable: str | None
     secret: str
@@ -80,12 +77,6 @@ def get_available_devices() -> list[str]:
     return [device for device in os.environ.get(DEVICES, "").split(",") if device]
 
 
-def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Return what a rank reads: the version of Python, where modules are, and the call."""
-    call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
-    return pickle.dumps(tuple(sys.version_info[:2])) + pickle.dumps(sys.path) + call
-
-
 def run_task(call: Call, failures: Any) -> Iterator[Answer]:
     """Run one rank; yields its answer.
 
@@ -113,18 +104,13 @@ def run_task(call: Call, failures: Any) -> Iterator[Answer]:
         gpus = context.resources().get("gpu")
         variables[DEVICES] = ",".join(gpus.addresses) if gpus else ""
         try:
-            answer = _run_rank(call, rank, variables, output)
+            with RankProcess(call, rank, variables, output) as started:
+                answer = started.answer()
         except Exception as error:  # Spark would try again, and tell it in a hundred lines
             answer = Answer(rank, time.time(), 1, dump_error(error))
     if answer.failed:
         failures.add([answer])
     yield answer
-
-
-def _run_rank(call: Call, rank: int, variables: Mapping[str, str], output: RankOutput) -> Answer:
-    with RankProcess(call, rank, variables, output) as started:
-        started.process.wait()
-        return started.answer()
 
 
 class RankProcess:
@@ -140,10 +126,11 @@ class RankProcess:
         environ["PYTHONUNBUFFERED"] = "1"  # output before a crash must not be lost in a buffer
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlite-spark-"))
-            self._path = Path(folder, ANSWER)
+            self._folder = Path(folder)
+            (self._folder / CALL).write_bytes(call.pickled)
             self.process = subprocess.Popen(
-                [call.executable or sys.executable, "-m", "hvdlite.spark.rank", str(self._path)],
-                env={**environ, **call.environ, **variables},
+                [call.executable or sys.executable, "-m", "hvdlite.spark.rank"],
+                env={**environ, **call.environ, **variables, CALL_VARIABLE: folder},
                 stdin=subprocess.PIPE,
                 start_new_session=True,
                 **output.streams(rank),
@@ -153,16 +140,8 @@ class RankProcess:
             output.close()
             assert self.process.stdin is not None
             # The pipe stays open: its end tells the rank that this task is no more.
-            stack.callback(self._close_pipe)
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(call.pickled)
-                self.process.stdin.flush()
+            stack.callback(self.process.stdin.close)
             self._stack = stack.pop_all()
-
-    def _close_pipe(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
 
     def __enter__(self) -> RankProcess:
         return self
@@ -171,13 +150,14 @@ class RankProcess:
         self._stack.close()
 
     def answer(self) -> Answer:
-        """Return how the process, which has ended, did so."""
+        """Wait for the end of the process; return how it was."""
         code = self.process.wait()
         if code:  # Its own child processes are in the group that it led.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        answer = self._path.read_bytes() if self._path.exists() else None
-        return Answer(self._rank, time.time(), code if code >= 0 else 128 - code, answer)
+        answers = [path.read_bytes() for path in self._folder.glob("answer.*.pickle")]
+        code = code if code >= 0 else 128 - code
+        return Answer(self._rank, time.time(), code, answers[0] if answers else None)
 
 
 def read_answer(answer: Answer) -> Any:

@@ -5,11 +5,13 @@ One thread runs the job. What other threads have to say comes by `post`.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from signal import SIGKILL
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from hvdlite.as_horovod import active
@@ -22,11 +24,14 @@ from hvdlite.launcher.command_line.elastic_options import check_cooldown
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan, Finish, StartWorker
 from hvdlite.launcher.elastic.driving import Driving, worker_variables
 from hvdlite.launcher.function import raise_failure
+from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.worker import Raised
 
 GRACE_SECONDS = 0.5  # How long workers that were told of the end may take to end by themselves.
 END_SECONDS = 5.0  # And how long after they were killed.
+LOOK_SECONDS = 0.1  # The time between two looks of those who wait for the job.
+INTERRUPTED_CODE = 130
 
 
 def make_plan(
@@ -72,6 +77,8 @@ class DirectJob(Driving):
         self.secret = new_secret()
         self.results: dict[int, Any] = {}  # By number of a worker.
         self.raised: dict[int, Raised] = {}
+        self.last_cause = ""  # Of the loss of a worker.
+        self.over = threading.Event()
         self.hosts: dict[int, str] = {}  # The hosts of the workers that have not ended.
         self._start_seconds = workers_start_within
         self._silence_seconds = Config.from_environ().elastic_worker_timeout_seconds
@@ -113,6 +120,19 @@ class DirectJob(Driving):
             self._start_by.pop(number, None)
             self.driver.worker_ended(number, code, cause, by_signal, self.now())
 
+    def take_answer(self, number: int, answer: Any, code: int, signal_number: int = 0) -> None:
+        """Note what a worker has left, its result or `Raised`, and its end."""
+        cause = None
+        if isinstance(answer, Raised):
+            self.raised[number] = answer
+            cause = shorten(answer.text.rstrip().rpartition("\n")[2])
+        else:
+            self.results[number] = answer
+        if signal_number:
+            cause = f"killed by {signal.Signals(signal_number).name}"
+        self.last_cause = cause or self.last_cause
+        self.ended(number, code, cause, bool(signal_number))
+
     @staticmethod
     def now() -> float:
         """Return the time by the driver's clock, in seconds."""
@@ -143,7 +163,7 @@ class DirectJob(Driving):
 
     def signal(self, number: int, signal_number: int) -> None:
         if number in self.hosts:
-            self.end_process(number, signal_number == SIGKILL)
+            self.end_process(number, signal_number == signal.SIGKILL)
 
     def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
         for number in numbers:
@@ -186,6 +206,17 @@ class DirectJob(Driving):
             self.close()
         return self.finish
 
+    def drive(self, look: Callable[[], object]) -> Finish:
+        """Run in a thread, and call `look` meanwhile, whose errors end the job; see `run`."""
+        with ThreadPoolExecutor(1, "hvdlite-driver") as thread:
+            end = thread.submit(self.run)
+            try:
+                while wait([end], LOOK_SECONDS).not_done:
+                    look()
+            finally:
+                self.stop(INTERRUPTED_CODE, "the call was interrupted")
+        return end.result()
+
     def stop(self, code: int, sentence: str) -> None:
         """End the job from outside; any thread may call this."""
         self.post(lambda: self.driver.stop(code, sentence, self.now()))
@@ -202,6 +233,7 @@ class DirectJob(Driving):
 
     def close(self) -> None:
         """Close all connections."""
+        self.over.set()
         self._server.close()
         self.loop.close()
 
