@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config
-from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
+from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan
 
 LONGEST_COOLDOWN_SECONDS = 3600
 # Flags that mean nothing without one of those that make a job elastic.
@@ -82,7 +82,7 @@ def elastic_options(args: argparse.Namespace, config: Config, num_proc: int) -> 
         failures_by_host=args.as_horovod or args.cooldown is not None,
         host_timeout_seconds=config.elastic_host_timeout_seconds,
         worker_timeout_seconds=config.elastic_worker_timeout_seconds,
-        admit=_admission(args, config),
+        admit=WAIT if args.as_horovod else READY,
     )  # fmt: skip
 
 
@@ -103,10 +103,3 @@ def check_cooldown(given: Sequence[int], source: str) -> tuple[int, int]:
         f"{source}{' '.join(map(str, given))}: must be two numbers of seconds, the second not "
         f"below the first, from 1 to {LONGEST_COOLDOWN_SECONDS}"
     )
-
-
-def _admission(args: argparse.Namespace, config: Config) -> str:
-    """Return whom a commit waits for: scripts for Horovod expect that it waits for new hosts."""
-    if args.as_horovod and "elastic_admit" not in config.given:
-        return WAIT
-    return config.elastic_admit

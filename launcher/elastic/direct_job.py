@@ -50,8 +50,6 @@ def make_plan(
         raise ConfigError(f"at most {most} workers are less than {least}, the least")
     config = Config.from_environ()
     as_horovod = active()
-    admit = WAIT if as_horovod and "elastic_admit" not in config.given else config.elastic_admit
-    assert admit in (READY, WAIT)
     return ElasticPlan(
         num_proc=least,
         min_np=least,
@@ -60,7 +58,7 @@ def make_plan(
         cooldown=None if cooldown is None else check_cooldown(cooldown, "cooldown_range="),
         elastic_timeout=config.elastic_timeout_seconds if elastic_timeout is None
         else elastic_timeout,
-        admit=admit,
+        admit=WAIT if as_horovod else READY,
         failures_by_host=by_host or as_horovod or cooldown is not None,
     )  # fmt: skip
 

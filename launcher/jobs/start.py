@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -20,13 +21,15 @@ from hvdlite.launcher.command_line.cluster_options import host_scheduler, variab
 from hvdlite.launcher.command_line.launcher_choice import GROUPS, MPIRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.elastic.job import ElasticJob
-from hvdlite.launcher.hosts.start_check import check_before_start, print_report, use_networks
+from hvdlite.launcher.hosts.check_hosts import check_hosts
+from hvdlite.launcher.hosts.host_report import HostReport
 from hvdlite.launcher.jobs.environment import rank_environment
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
-from hvdlite.launcher.mpirun.mpi import Mpi, find_mpi
+from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, Mpi, find_mpi
 from hvdlite.launcher.mpirun.mpirun import MpirunJob
+from hvdlite.launcher.mpirun.user_arguments import own_agent, parameter_given
 from hvdlite.launcher.platforms.kubernetes import listed, names_without_address
 from hvdlite.launcher.platforms.torchrun import torchrun_variables
 from hvdlite.launcher.processes.console import say
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from hvdlite.ps.scheduler.hosted import HostedScheduler
 
 TOKEN = "HVDLITE_PS_TOKEN"  # A secret that is not printed.
+PORTS = re.compile(r"(\d+)-(\d+)")
 
 
 def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
@@ -47,13 +51,13 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
         if failure is not None:
             return failure
     mpi = _mpi(options, environ)
-    report = check_before_start(options, environ, mpi)
+    report = _check_before_start(options, environ, mpi)
     if report is not None:
         for warning in report.warnings:
             say(f"warning: {warning}")
         if report.problems:
             return JobOutcome(NOT_STARTED_CODE, "\nhvdlite-run: ".join(report.problems))
-        options = use_networks(options, environ, mpi, report)
+        options = _use_networks(options, environ, mpi, report)
     passed = rank_environment(environ, mpi, options)
     options = replace(options, command=_command(options, passed))
     with (
@@ -99,7 +103,6 @@ def _run_elastic(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutco
     assert options.elastic is not None
     _check_discovery_script(options.elastic.discovery_script, environ)
     passed = rank_environment(environ, None, options)
-    passed["HVDLITE_ELASTIC_ADMIT"] = options.elastic.admit
     options = replace(options, command=_command(options, passed))
     if options.verbose:
         say(f"sets {_changes(passed, environ)}")
@@ -142,7 +145,65 @@ def _wait_for_names(options: LaunchOptions) -> JobOutcome | None:
 
 def report_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     """Print what is found on the hosts; returns the exit code: 0 where a job can run on them."""
-    return print_report(options, environ, _mpi(options, environ))
+    if not options.hosts:
+        raise ConfigError(
+            "--check-hosts needs hosts, such as: hvdlite-run --check-hosts -H a:2,b:2"
+        )
+    report = _find(options, environ, _mpi(options, environ))
+    for line in report.lines():
+        print(line)
+    return 1 if report.problems else 0
+
+
+def _check_before_start(
+    options: LaunchOptions, environ: Mapping[str, str], mpi: Mpi | None
+) -> HostReport | None:
+    """Return what is found on the hosts, or None where a job does not need it to be looked for.
+
+    `mpi` is what starts the ranks; None: our own agents do. The hosts of an allocation are known to
+    be there, and may allow no ssh.
+    """
+    if not options.remote or not options.check_hosts or options.allocation is not None:
+        return None
+    if mpi is not None and own_agent(options.mpi_args, environ):
+        return None
+    return _find(options, environ, mpi)
+
+
+def _use_networks(
+    options: LaunchOptions, environ: Mapping[str, str], mpi: Mpi | None, report: HostReport
+) -> LaunchOptions:
+    """Return the options with the networks that connect all hosts, where some network does not.
+
+    Whatever the user has chosen stays.
+    """
+    given = ("btl_tcp_if_include", "btl_tcp_if_exclude")
+    if options.network_interfaces or not report.bad_networks or not report.networks:
+        return options
+    if mpi is not None and mpi.kind == OPENMPI:
+        if any(parameter_given(name, environ, options.mpi_args, mpi.program) for name in given):
+            return options
+        old = tuple(each for each in report.networks if ":" not in each)
+        return replace(options, network_interfaces=report.common_interfaces or old)
+    elif mpi is not None and mpi.kind == HYDRA:  # takes one interface, by its name
+        return replace(options, network_interfaces=report.common_interfaces[:1])
+    return replace(options, network_interfaces=report.networks)
+
+
+def _find(options: LaunchOptions, environ: Mapping[str, str], mpi: Mpi | None) -> HostReport:
+    ports = _ports({**environ, **options.variables}, mpi)
+    return check_hosts(options.hosts, options, environ, mpi=mpi is not None, ports=ports)
+
+
+def _ports(environ: Mapping[str, str], mpi: Mpi | None) -> list[int]:
+    """Return the ports that the job will listen on, where the user has limited them; else [0]."""
+    if match := PORTS.fullmatch(environ.get("HVDLITE_TCP_PORTS", "")):
+        return list(range(int(match[1]), int(match[2]) + 1))
+    first = environ.get("OMPI_MCA_btl_tcp_port_min_v4", "")
+    count = environ.get("OMPI_MCA_btl_tcp_port_range_v4", "")
+    if mpi is not None and first.isdecimal() and count.isdecimal():
+        return list(range(int(first), int(first) + int(count)))
+    return [0]
 
 
 def _mpi(options: LaunchOptions, environ: Mapping[str, str]) -> Mpi | None:

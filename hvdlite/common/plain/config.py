@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.setting import (
     MIB,
     PREFIX,
@@ -163,10 +164,14 @@ class CollectiveSettings:
     )  # fmt: skip
 
 
+# Settings of earlier versions, without the prefix, and what holds instead.
+REMOVED = {
+    "ELASTIC_ADMIT": "new ranks are admitted when they are ready; with --as-horovod a commit waits "
+    "for them",
+}
 # The settings of jobs: how ranks start and meet, elastic training, and parameter servers.
 LAUNCHERS = ("auto", "ssh", "srun", "jsrun", "mpirun")
 TRANSPORTS = ("auto", "tcp", "mpi")
-ADMISSIONS = ("ready", "wait")
 PS_WORKERS = ("mpi", "independent")
 
 
@@ -218,12 +223,6 @@ class JobSettings(CollectiveSettings):
         600.0, "ELASTIC_TIMEOUT", number(float, 0, "seconds"),
         "Elastic training: how long fewer slots than -np (at the start) or --min-np may last.",
         flag="--elastic-timeout",
-    )  # fmt: skip
-    elastic_admit: str = setting(
-        "ready", "ELASTIC_ADMIT", choice(*ADMISSIONS),
-        "Elastic training: admit new ranks when they are ready, or let the next commit wait for "
-        "them as soon as their host is seen; --as-horovod means wait.",
-        alias=False,
     )  # fmt: skip
     elastic_host_timeout_seconds: float = setting(
         1.0, "ELASTIC_HOST_TIMEOUT", number(float, 0.2, "seconds"),
@@ -379,6 +378,9 @@ class Config(JobSettings):
         Raises `ConfigError` that names the variable at fault.
         """
         environ = os.environ if environ is None else environ
+        for name, instead in REMOVED.items():
+            if environ.get(PREFIX + name):
+                raise ConfigError(f"{PREFIX}{name} is a setting no more: {instead}")
         values: dict[str, Any] = {}
         for entry in settings():
             for variable in entry.variables:

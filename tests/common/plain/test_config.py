@@ -44,7 +44,6 @@ ACCEPTED = {
     "tcp_streams": ("4", 4),
     "peer_timeout_seconds": ("2.5", 2.5),
     "elastic_timeout_seconds": ("2.5", 2.5),
-    "elastic_admit": ("Wait", "wait"),
     "elastic_host_timeout_seconds": ("0.5", 0.5),
     "elastic_worker_timeout_seconds": ("4", 4.0),
     "elastic_check": ("1", True),

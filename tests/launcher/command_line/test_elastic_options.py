@@ -101,13 +101,17 @@ def test_settings_come_from_the_environment() -> None:
     found = elastic(
         "-np", "2", "--min-np", "1",
         HOROVOD_ELASTIC_TIMEOUT="33", HVDLITE_ELASTIC_HOST_TIMEOUT="0.5",
-        HVDLITE_ELASTIC_WORKER_TIMEOUT="4", HVDLITE_ELASTIC_ADMIT="wait",
+        HVDLITE_ELASTIC_WORKER_TIMEOUT="4",
     )  # fmt: skip
     assert (found.elastic_timeout, found.host_timeout_seconds) == (33, 0.5)
-    assert (found.worker_timeout_seconds, found.admit) == (4, "wait")
+    assert (found.worker_timeout_seconds, found.admit) == (4, "ready")
 
 
-def test_scripts_for_horovod_wait_for_new_hosts_unless_told_otherwise() -> None:
+def test_scripts_for_horovod_wait_for_new_hosts() -> None:
     words = ("-np", "2", "--min-np", "1", "--as-horovod")
     assert elastic(*words).admit == "wait"
-    assert elastic(*words, HVDLITE_ELASTIC_ADMIT="ready").admit == "ready"
+
+
+def test_a_setting_of_earlier_versions_says_what_holds_instead() -> None:
+    said = error("-np", "2", "--min-np", "1", environ={"HVDLITE_ELASTIC_ADMIT": "ready"})
+    assert "HVDLITE_ELASTIC_ADMIT is a setting no more: " in said and "--as-horovod" in said
