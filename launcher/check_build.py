@@ -78,14 +78,7 @@ def report(environ: Mapping[str, str]) -> str:
 
 
 def _devices(environ: Mapping[str, str], installed: Mapping[str, list[str]]) -> Iterator[str]:
-    for path in DEVICE_PATHS:
-        if path.package not in installed:
-            yield _mark(False, f"{path.name}: {path.package} is not installed")
-        elif getattr(Config.from_environ(environ), path.setting) == "off":
-            yield _mark(False, f"{path.name}: HVDLITE_{path.setting.upper()}=off")
-        else:
-            works, text = _try(path.trial, environ)
-            yield _mark(works, f"{path.name}: {text}")
+    yield from (_compiled(path, environ, installed) for path in DEVICE_PATHS)
     for point in entry_points(group=DEVICE_PLUG_INS):
         yield _mark(True, f"plug-in {point.name} ({point.value})")
 

@@ -33,11 +33,15 @@ KILLED_CODE = 137  # Of an actor that has died: nobody tells by what.
 
 @dataclass
 class ElasticWorkers:
-    """The plan of the jobs, and what their workers get; `discovery` None means Ray's nodes."""
+    """The plan of the jobs, and what their workers get.
+
+    `start_seconds` is how long Ray may take to find room for an actor, and the actor to come to
+    `init`.
+    """
 
     plan: ElasticPlan
     wanted: Workers
-    discovery: HostDiscovery | None
+    discovery: HostDiscovery
     variables: Mapping[str, str]
     start_seconds: float
     _call: Call | None = field(default=None, init=False)
@@ -67,8 +71,14 @@ class ElasticWorkers:
         """Run ``function(executable)`` as an elastic job; return the results in rank order."""
         if self._call is None:
             raise RuntimeError(NOT_STARTED)
+        import ray
+
+        call = ray.put(self._call._replace(function=function))
         with log_queue(callbacks) as queue:
-            return self._run(self._call._replace(function=function), queue, callbacks)
+            job = ElasticRayJob(self, call, {k: str(v) for k, v in self._extra.items()}, queue)
+            finish = job.drive(lambda: call_back(queue, callbacks))
+            call_back(queue, callbacks)
+            return job.take_results(finish)
 
     def run_remote(self, function: Callable[[Any], Any]) -> list[Any]:
         """Return Ray's references to the results, when the job has ended."""
@@ -80,52 +90,24 @@ class ElasticWorkers:
         """Raise `ValueError`: nobody is rank 0 for long."""
         raise ValueError("execute_single: the ranks of an elastic job change; use execute()")
 
-    def _run(self, call: Call, queue: Any, callbacks: Callbacks) -> list[Any]:
-        import ray
-
-        discovery = self.discovery
-        if discovery is None:
-            wanted = self.wanted
-            discovery = RayHostDiscovery(bool(wanted.gpus), wanted.cpus, wanted.gpus or None)
-        job = ElasticRayJob(
-            self.plan,
-            self.wanted,
-            discovery,
-            ray.put(call),
-            variables={**self.variables, **{k: str(v) for k, v in self._extra.items()}},
-            queue=queue,
-            start_seconds=self.start_seconds,
-        )
-        finish = job.drive(lambda: call_back(queue, callbacks))
-        call_back(queue, callbacks)
-        return job.take_results(finish)
-
 
 class ElasticRayJob(DirectJob):
-    """Runs the call of `call`, a reference, in actors with `variables` that take `wanted` each.
+    """Runs the call of `call`, a reference, in actors that get the variables `extra`, too.
 
-    Actors log to `queue`, where there is one. `start_seconds` is how long Ray may take to find room
-    for an actor, and the actor to come to `init`.
+    Actors log to `queue`, where there is one.
     """
 
     def __init__(
-        self,
-        plan: ElasticPlan,
-        wanted: Workers,
-        discovery: HostDiscovery,
-        call: Any,
-        *,
-        variables: dict[str, str],
-        queue: Any,
-        start_seconds: float,
+        self, workers: ElasticWorkers, call: Any, extra: dict[str, str], queue: Any
     ) -> None:
         import ray
 
-        super().__init__(plan, ray.util.get_node_ip_address(), start_seconds)
-        self._wanted, self._call, self._variables, self._queue = wanted, call, variables, queue
-        self._nodes = RayHostDiscovery()  # Knows which node a host is.
-        if isinstance(discovery, RayHostDiscovery):
-            self._nodes = discovery
+        super().__init__(workers.plan, ray.util.get_node_ip_address(), workers.start_seconds)
+        self._wanted, self._call, self._queue = workers.wanted, call, queue
+        self._variables = {**workers.variables, **extra}
+        discovery = workers.discovery
+        # Knows which node a host is.
+        self._nodes = discovery if isinstance(discovery, RayHostDiscovery) else RayHostDiscovery()
         self._actors: dict[int, Any] = {}  # Of all workers, until they are killed.
         self._thread = threading.Thread(
             target=self._discover, args=[discovery], name="hvdlite-discovery", daemon=True

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from hvdlite.launcher.elastic.direct_job import make_plan
 from hvdlite.launcher.elastic.discovery import HostDiscovery
 from hvdlite.missing_names import with_remedy
+from hvdlite.ray.discovery import RayHostDiscovery
 from hvdlite.ray.elastic_workers import ElasticWorkers
 from hvdlite.ray.fixed_workers import FixedWorkers, Workers
 
@@ -122,9 +123,11 @@ class RayExecutor:
             cooldown=cooldown_range,
             elastic_timeout=elastic_timeout,
         )
-        if not override_discovery and self.settings.discovery is None:
+        discovery = self.settings.discovery
+        if override_discovery:
+            discovery = RayHostDiscovery(use_gpu, cpus_per_worker, gpus_per_worker)
+        elif discovery is None:
             raise ValueError("override_discovery=False needs settings.discovery, to find the hosts")
-        discovery = None if override_discovery else self.settings.discovery
         self._workers = ElasticWorkers(plan, self._wanted, discovery, variables, limit)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import time
@@ -68,15 +69,12 @@ def run_elastic(
     )
     host = context.getConf().get("spark.driver.host") or "localhost"
     job = _SparkJob(plan, host, limit)
-    output = DriverOutput(
+    with contextlib.closing(DriverOutput(
         size, job.secret, host, stdout, stderr, prefix_output_with_timestamp, job.accept
-    )
-    try:
+    )) as output:  # fmt: skip
         pickled = dump_call((fn, tuple(args), dict(kwargs or {})))
         call = Call(pickled, settings | dict(env or {}), None, job.secret, output.address)
         finish = _run(context, size, call, job, limit)
-    finally:
-        output.close()
     return job.take_results(finish)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -67,13 +68,12 @@ def run(
     check_size(context, size)
     secret = new_secret()
     host = context.getConf().get("spark.driver.host") or "localhost"
-    output = DriverOutput(size, secret, host, stdout, stderr, prefix_output_with_timestamp)
-    try:
+    with contextlib.closing(
+        DriverOutput(size, secret, host, stdout, stderr, prefix_output_with_timestamp)
+    ) as output:
         pickled = dump_call((fn, tuple(args), dict(kwargs or {})))
         call = Call(pickled, settings | dict(env or {}), executable, secret, output.address)
         answers = _Job(context, size, call).run(limit)
-    finally:
-        output.close()
     return [read_answer(answer) for answer in sorted(answers, key=lambda answer: answer.rank)]
 
 
@@ -225,15 +225,14 @@ class _Job:
     def _no_room(self, when: str) -> str:
         return no_room(self._context, self._size, when)
 
-    def _stages(self) -> list[Any]:
+    def _all_started(self) -> bool:
         tracker = self._context.statusTracker()
         jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._stage.group))
         stages = (tracker.getStageInfo(stage) for job in jobs if job for stage in job.stageIds)
-        return [stage for stage in stages if stage]
-
-    def _all_started(self) -> bool:
         return any(
-            stage.numActiveTasks + stage.numCompletedTasks >= self._size for stage in self._stages()
+            stage.numActiveTasks + stage.numCompletedTasks >= self._size
+            for stage in stages
+            if stage
         )
 
 

@@ -97,10 +97,6 @@ def own_addresses(hosts: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _listen(address: str) -> socket.socket:
-    return listen(Address(address, 0))
-
-
 def call_from_environment(
     addresses: Sequence[str], environ: MutableMapping[str, str]
 ) -> socket.socket:

@@ -45,7 +45,8 @@ def cluster_options(
     if not config.ps_servers:
         given = [name for name in ONLY_WITH_SERVERS if name in flags]
         if given:
-            raise ConfigError(f"--{_spelt(given[0])} needs --ps-servers: this job has no server")
+            flag = given[0].removesuffix("_seconds").replace("_", "-")
+            raise ConfigError(f"--{flag} needs --ps-servers: this job has no server")
         return None
     if elastic:
         raise ConfigError(
@@ -67,10 +68,6 @@ def cluster_options(
         independent=config.ps_workers == "independent",
         restarts=config.ps_restarts,
     )
-
-
-def _spelt(name: str) -> str:
-    return name.removesuffix("_seconds").replace("_", "-")
 
 
 def host_scheduler(

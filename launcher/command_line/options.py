@@ -109,7 +109,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     """
     if not args.command and not args.check_hosts:
         raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
-    pod = None if _gives_hosts(args) else find_launcher_pod(environ)
+    hosts_given = args.hosts is not None or args.hostfile is not None
+    pod = None if hosts_given else find_launcher_pod(environ)
     elastic = is_elastic(args)
     if not elastic:
         check_not_elastic(args)
@@ -186,10 +187,6 @@ def _patience(config: Config) -> dict[str, str]:
     """Return variables that let ranks wait for one that is being debugged, where nothing is set."""
     variables = {entry.name: entry.variable for entry in settings()}
     return {variables[name]: text for name, text in PATIENCE.items() if name not in config.given}
-
-
-def _gives_hosts(args: argparse.Namespace) -> bool:
-    return args.hosts is not None or args.hostfile is not None
 
 
 def _hosts(args: argparse.Namespace, pod: LauncherPod | None) -> tuple[Host, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -186,22 +186,6 @@ def order_hosts(previous: Sequence[str], available: Iterable[str]) -> list[str]:
     new = list(available)
     old = [host for host in previous if host in new]
     return old + [host for host in new if host not in old]
-
-
-def fill_hosts(
-    slots: Mapping[str, int], max_np: int | None = None, min_np: int | None = None
-) -> list[str]:
-    """Return the host of each rank when hosts are filled in their order, up to `max_np` ranks.
-
-    Raises `ValueError` where that gives fewer than `min_np`; a running driver waits instead.
-    """
-    hosts = [host for host, count in slots.items() for _ in range(count)][:max_np]
-    if min_np is not None and len(hosts) < min_np:
-        raise ValueError(
-            f"Requested more processes ({min_np}) than there are slots ({len(hosts)}): "
-            "add hosts or slots, or lower min_np"
-        )
-    return hosts
 
 
 def places(hosts: Sequence[str]) -> list[dict[str, int]]:

@@ -86,12 +86,11 @@ class Requirements:
 
     # -- slots
 
-    def _has_lost(self) -> bool:
-        return any(each.stage is Stage.LOST for each in self._roster.ever())
-
     def need(self) -> int:
         """Return how many workers the next world needs at least."""
-        first = self._succession.world is None and not self._has_lost()
+        first = self._succession.world is None and not any(
+            each.stage is Stage.LOST for each in self._roster.ever()
+        )
         needed = self._plan.num_proc if first else self._plan.min_np
         return max(1, needed - len(self._succession.kept()))
 

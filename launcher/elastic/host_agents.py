@@ -223,7 +223,8 @@ class HostAgents(Driving):
             if silence and not agent.beat(now, silence):
                 self._silence(agent, silence)
         for agent in [*self._leaving]:
-            if _has_ended(agent) or now >= self._deadlines[agent]:
+            ended = agent.leader is None or agent.leader.code is not None
+            if ended or now >= self._deadlines[agent]:
                 self._finish(agent)
         for agent, deadline in [*self._deadlines.items()]:
             if now >= deadline and agent not in self._leaving:
@@ -269,10 +270,6 @@ class HostAgents(Driving):
             process.wait(end - time.monotonic())
             process.close()
         self._tidying.clear()
-
-
-def _has_ended(agent: AgentConnection) -> bool:
-    return agent.leader is None or agent.leader.code is not None
 
 
 def _cause(name: str, sentence: str) -> str:

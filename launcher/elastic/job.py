@@ -50,7 +50,8 @@ class ElasticJob(Job):
         if options.elastic.discovery_script is not None:
             self._script = DiscoveryScript(
                 options.elastic.discovery_script, options.elastic.slots_per_host,
-                launcher_environ, self.loop, self._discovered, self._discovery_failed,
+                launcher_environ, self.loop, self._discovered,
+                lambda text: self.driver.discovery_failed(text, self.loop.now()),
             )  # fmt: skip
         else:
             self._hosts = fixed_hosts(options)
@@ -71,9 +72,6 @@ class ElasticJob(Job):
     def _discovered(self, hosts: dict[str, int]) -> None:
         self._hosts |= hosts
         self.driver.discovered(hosts, self.loop.now())
-
-    def _discovery_failed(self, text: str) -> None:
-        self.driver.discovery_failed(text, self.loop.now())
 
     # -- the loop
 

@@ -82,7 +82,8 @@ def check_hosts(
             each.name: Facts.from_answer(each.answer).only(options.network_interfaces)
             for each in _answered(conversations)
         }
-        if HERE in facts and _is_twice(facts[HERE], facts):
+        here = facts[HERE].identity if HERE in facts else None
+        if sum(each.identity == here for each in facts.values()) > 1:  # Under another name, too.
             facts.pop(HERE)
             conversations = [each for each in conversations if each.name != HERE]
         peers = _peers(_answered(conversations), facts)
@@ -208,10 +209,6 @@ def _ask(
 
 def _answered(conversations: Sequence[Conversation]) -> list[Conversation]:
     return [each for each in conversations if not each.failure]
-
-
-def _is_twice(one: Facts, facts: Mapping[str, Facts]) -> bool:
-    return sum(each.identity == one.identity for each in facts.values()) > 1
 
 
 def _let_end(conversations: Sequence[Conversation]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
 from hvdlite.launcher.decisions.failures import Cooldowns
-from hvdlite.launcher.decisions.hosts import fill_hosts, order_hosts, places
+from hvdlite.launcher.decisions.hosts import order_hosts, places
 from hvdlite.launcher.hosts.hosts import parse_discovery
 
 
@@ -56,16 +56,8 @@ def test_old_hosts_keep_their_order_and_new_ones_follow() -> None:
     assert order_hosts([], ["b", "a"]) == ["b", "a"]
 
 
-def test_fewer_slots_than_ranks_are_an_error() -> None:
-    assert fill_hosts({"a": 2, "b": 1}, min_np=3) == ["a", "a", "b"]
-    for slots, max_np in (({"a": 2, "b": 1}, None), ({}, None), ({"a": 9}, 3)):
-        with pytest.raises(ValueError, match=r"Requested more processes \(4\)"):
-            fill_hosts(slots, max_np, min_np=4)
-
-
 def test_places_of_ranks() -> None:
-    hosts = fill_hosts({"a": 2, "b": 4}, 5)
-    assert hosts == list("aabbb")
+    hosts = list("aabbb")
     got = [[place[key] for place in places(hosts)] for key in places(hosts)[0]]
     assert dict(zip(places(hosts)[0], got, strict=True)) == {
         "RANK": [0, 1, 2, 3, 4],
