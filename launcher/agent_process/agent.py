@@ -34,7 +34,6 @@ the process.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -57,6 +56,7 @@ from hvdlite.launcher.agents.channel import (
     Channel,
 )
 from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.processes.signals import SignalInbox
 
 if TYPE_CHECKING:
     from hvdlite.launcher.agent_process.relay import WorkerRelay
@@ -64,15 +64,16 @@ if TYPE_CHECKING:
 TERMINATE_SECONDS = 1.0  # From SIGTERM to SIGKILL, when the launcher has gone.
 TOLD_SECONDS = 2.0  # The same, when the agent itself was told to end.
 LOOK_SECONDS = 1.0
-TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FOLDER_REMEDY = "Remedy: make the same folder there, or share it between the hosts"
 
 
 class Agent:
-    """The agent, with one end of the channel."""
+    """The agent, with one end of the channel; `signals` are those to its process."""
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
+    def __init__(self, read_fd: int, write_fd: int, signals: SignalInbox) -> None:
         self.loop = EventLoop()
+        self._signals = signals
+        self.loop.listen(signals.fileno(), signals.drain)
         self.channel = Channel(
             self.loop, read_fd, write_fd, received=self._receive, ended=self._lose_launcher
         )
@@ -91,7 +92,6 @@ class Agent:
         self._silence_seconds = 0.0  # After which the launcher counts as lost; 0: never.
         self._kill_at: float | None = None
         self._paused = False
-        self._listen_to_signals()  # Before there is a folder, which a signal must not leave behind.
         self.folder = AgentFolder()
 
     # -- the loop
@@ -103,6 +103,8 @@ class Agent:
             self.channel.send("hello", self._describe())
             while self.channel.open or self._running():
                 self.loop.run_once(self._patience())
+                while (number := self._signals.take()) is not None:
+                    self._leave(number)
                 self._reap()
                 self._pace()
                 now = time.monotonic()
@@ -135,23 +137,6 @@ class Agent:
             "channel": VERSION, "python": list(sys.version_info[:3]), "executable": sys.executable,
             "pid": os.getpid(), "host": socket.gethostname(), "folder": self.folder.path,
         }  # fmt: skip
-
-    def _listen_to_signals(self) -> None:
-        reader, writer = socket.socketpair()
-        for end in (reader, writer):
-            end.setblocking(False)
-        self._wakeup = (reader, writer)  # Kept open.
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in TOLD:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda number, _: self._leave(number))
-
-        def drain(_fd: int) -> None:
-            with contextlib.suppress(BlockingIOError):
-                reader.recv(512)
-
-        self.loop.listen(reader.fileno(), drain)
 
     def _leave(self, number: int) -> None:
         """End the ranks; those of an elastic job can end in order when the host is shut down."""
@@ -313,15 +298,17 @@ def main(arguments: list[str]) -> int:
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
-    try:
-        agent = Agent(read_fd, write_fd)
-    except OSError as error:
-        from hvdlite.launcher.hosts.unreachable import CANNOT_RUN
-        from hvdlite.launcher.processes.error_text import spell_os_error
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # It ends the sleep of the loop.
+    with SignalInbox() as signals:  # Before there is a folder, which no signal may leave behind.
+        try:
+            agent = Agent(read_fd, write_fd, signals)
+        except OSError as error:
+            from hvdlite.launcher.hosts.unreachable import CANNOT_RUN
+            from hvdlite.launcher.processes.error_text import spell_os_error
 
-        print(f"{CANNOT_RUN}cannot run the job: {spell_os_error(error)}", file=sys.stderr)
-        return 1
-    agent.run()
+            print(f"{CANNOT_RUN}cannot run the job: {spell_os_error(error)}", file=sys.stderr)
+            return 1
+        agent.run()
     return 0
 
 
