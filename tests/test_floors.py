@@ -304,12 +304,10 @@ WAITS = {
     "hvdlite.common.transport.local",
     "hvdlite.common.transport.rendezvous",
     "hvdlite.launcher.processes.console",
-    "hvdlite.ps.connections.memory_exchange",
 }
 ACCEPTS = {
     "hvdlite.common.transport.rendezvous",
     "hvdlite.launcher.hosts.probe",
-    "hvdlite.ps.connections.memory_exchange",
     "hvdlite.tf.data.meeting",
     "hvdlite.torch.accelerators.store",
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +14,10 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address
 from hvdlite.ps.cluster.settings import SERVER
-from hvdlite.ps.connections import memory_exchange
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Message
-from hvdlite.ps.connections.shared_memory import SharedMemory
 from tests.ps.cluster import Cluster, trainers, wait_until
 
 NewCluster = Callable[..., Cluster]
@@ -91,27 +88,20 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_memory_is_shared_again_when_there_are_descriptors_again() -> None:
-    memory, name = SharedMemory(), memory_exchange.new_name()
-    opened = memory_exchange.MemoryListener(memory, name)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def test_a_process_connects_when_there_are_descriptors_again() -> None:
+    listener = Listener(Address("127.0.0.1"), SERVER, b"a secret")
+    listener.open_memory()
+    client = Client(b"worker 0", b"a secret")
     try:
         with no_descriptors():
-            connection.connect(memory_exchange._path(name))
-            with pytest.raises(OSError, match="Too many open files"):
-                os.dup(0)
-            opened._thread.join(0.3)
-            assert opened._thread.is_alive()
-        memory_exchange._send(connection, 7, b"a worker", memory)
-        connection.settimeout(20)
-        session, _, window = memory_exchange._receive(connection)
-        assert session == 7
-        window.close()
+            connection = client.connect(listener.address, SERVER)
+            client.call(lambda: connection.send(Message("beat")))
+            wait_until(lambda: "open files" in connection.caller.trouble)
+        received = listener.receive(20)
+        assert received == (b"worker 0", Message("beat", 1))
     finally:
-        connection.close()
-        opened.close()
-        memory.close()
-    assert not opened.sharings
+        client.close()
+        listener.close()
 
 
 def test_a_connection_may_end_while_another_one_is_read() -> None:
@@ -200,3 +190,23 @@ def test_large_payloads_come_as_they_were_sent(encrypted: bool) -> None:
     finally:
         client.close()
         listener.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("near", [False, True])
+def test_what_has_not_begun_is_given_up_at_the_end(encrypted: bool, near: bool) -> None:
+    """No descriptor is left, at whatever step of the beginning either end is closed."""
+    before = len(os.listdir("/proc/self/fd"))
+    for steps in range(14):
+        listener = Listener(Address("127.0.0.1"), SERVER, b"a secret", encrypted=encrypted)
+        if near:
+            listener.open_memory()
+        client = Client(b"worker 0", b"a secret", encrypted=encrypted)
+        connection = client.connect(listener.address, SERVER)
+        for _ in range(steps):
+            listener._loop.run_once(0.002)
+        ends = [client.close, listener.close]
+        for end in ends if steps % 2 else ends[::-1]:
+            end()
+        assert connection.caller.sharing is None
+    assert len(os.listdir("/proc/self/fd")) == before

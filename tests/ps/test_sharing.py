@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -16,17 +17,21 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.connections import prove
 from hvdlite.common.connections.address import Address
+from hvdlite.common.connections.loop import Loop
 from hvdlite.ps.cluster.settings import SERVER
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.memory_exchange import MemoryCaller
+from hvdlite.ps.connections.memory_exchange import MAGIC, swap
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.connections.shared_memory import SHARED_BYTES, SharedMemory, Window
 from hvdlite.ps.connections.shared_payloads import NOTE, Sharing
 from hvdlite.ps.tables import gradient_sums
 from hvdlite.ps.tables.gradient_sums import add_up
+from tests.ps.cluster import wait_until
+from tests.ps.hostile import claim_with
 
 FLOAT = np.dtype(np.float32)
 SIZE = SHARED_BYTES  # Elements of a payload that is worth it.
@@ -47,7 +52,7 @@ def payload(array: Any) -> memoryview:
 def pair() -> Iterator[tuple[SharedMemory, Sharing, Sharing]]:
     one, other = SharedMemory(), SharedMemory()
     windows = [Window(os.dup(memory.descriptor)) for memory in (one, other)]
-    here, there = Sharing(1, one, windows[1]), Sharing(1, other, windows[0])
+    here, there = Sharing(one, windows[1]), Sharing(other, windows[0])
     yield one, here, there
     here.close(), there.close(), one.close(), other.close()
 
@@ -100,7 +105,7 @@ def test_what_was_lent_stays_where_the_answer_that_lets_it_go_is_lost(
 
 @pytest.mark.parametrize(
     "note",
-    [[1, 1, 0, [], [[0, 1 << 40]]], [1, 1, 0, [], [None]], [1, 1], [1, 1, 0, [], [["a", 2]]]],
+    [[1, 0, [], [[0, 1 << 40]]], [1, 0, [], [None]], [1], [1, 0, [], [["a", 2]]]],
 )
 def test_places_that_are_none_are_refused(
     pair: tuple[SharedMemory, Sharing, Sharing], note: list[Any]
@@ -112,7 +117,6 @@ def test_places_that_are_none_are_refused(
 def test_what_a_peer_has_said_before_it_went_is_dropped(
     pair: tuple[SharedMemory, Sharing, Sharing],
 ) -> None:
-    """The thread that listens closes what the server's thread is about to look at."""
     memory, here, there = pair
     sent = here.pack(Message("push", payloads=[payload(filled(memory, 1))]))
     there.close()
@@ -225,27 +229,14 @@ def test_a_peer_that_cannot_reach_the_memory_is_sent_the_bytes(echo: Echo) -> No
         asker.client.close()
 
 
-def test_a_peer_that_has_not_heard_of_the_session_yet_is_sent_the_bytes(echo: Echo) -> None:
-    address, _, name = echo.listener.address.partition(" ")
-    asker, met = Asker(address), threading.Event()
-    assert asker.client.memory is not None
-    caller = MemoryCaller(name, b"asker %d" % os.getpid(), asker.client.memory, lambda _: met.set())
-    assert met.wait(10)
-    answer, near = asker.ask(5.0)
-    assert (answer == 10).all() and not near
-    asker.client.close()
-    caller.close()
-
-
-def test_a_server_that_does_not_see_the_memory_any_more_gets_the_bytes(echo: Echo) -> None:
-    """As one that has started again at the same address."""
+def test_memory_is_shared_anew_on_another_connection(echo: Echo) -> None:
     asker = Asker(echo.listener.address)
-    assert asker.shares()
-    listening = echo.listener._memory_listener
-    assert listening is not None
-    listening.sharings.clear()
-    assert (asker.ask(5.0)[0] == 10).all()
-    assert asker.shares() and asker.ask(6.0)[1]
+    assert asker.ask(5.0)[1]
+    (name,) = echo.listener._peers
+    asker.client.call(asker.connection.caller.break_off)
+    answer, near = asker.ask(6.0)
+    assert (answer == 12).all() and near
+    assert [*echo.listener._peers] == [name]
     asker.client.close()
 
 
@@ -263,33 +254,58 @@ def test_a_killed_process_gives_back_what_was_lent_to_it(echo: Echo) -> None:
     process = multiprocessing.get_context("fork").Process(target=_ask_and_wait, args=words)
     process.start()
     assert here.recv() == 2
-    listening, memory = echo.listener._memory_listener, echo.listener.memory
-    assert listening is not None and memory is not None
-    (sharing,) = listening.sharings.values()
-    assert sharing.lent == 1
+    memory = echo.listener.memory
+    assert memory is not None
+    ((_, sharing),) = echo.listener._peers.values()
+    assert sharing is not None and sharing.lent == 1
     process.kill()
     process.join(10)
-    for _ in range(1000):
-        if not listening.sharings:
-            break
-        threading.Event().wait(0.01)
-    assert sharing.lent == 0 and not listening.sharings
+    wait_until(lambda: not echo.listener._peers)
+    assert sharing.lent == 0
     gc.collect()
     before = memory.nbytes
     assert filled(memory, 0)[0] == 0 and memory.nbytes == before
 
 
-def test_a_stranger_at_the_memory_listener_changes_nothing(echo: Echo) -> None:
+@pytest.mark.parametrize("words", [b"", b"hvdlips", b"what has no memory with it"])
+def test_who_hands_over_no_memory_is_let_go(echo: Echo, words: bytes) -> None:
+    """Though it has proved itself, as one that is broken."""
     name = echo.listener.address.partition(" ")[2]
-    for words in (b"", b"hvdlips1 and more, which is nothing"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-            stranger.connect(f"\0{name}.memory")
-            if words:
-                stranger.send(words)
-                assert stranger.recv(100) == b""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as broken:
+        broken.settimeout(20)
+        broken.connect(f"\0{name}")
+        broken.sendall(claim_with(broken, b"", "ps server", b"worker 0"))
+        reply = prove.REPLY.size + prove.PROOF_BYTES
+        assert broken.recv(reply, socket.MSG_WAITALL)[0] == prove.ACCEPTED
+        broken.sendall(prove.GO + words)
+        broken.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while broken.recv(100):
+                pass
     asker = Asker(echo.listener.address)
-    assert asker.shares() and asker.ask(1.0)[0][0] == 2
+    assert asker.ask(1.0)[0][0] == 2
     asker.client.close()
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_memory_that_is_not_sealed_is_not_mapped(sealed: bool) -> None:
+    loop, memory = Loop(), SharedMemory()
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    came: list[Sharing] = []
+    failed: list[str] = []
+    here.setblocking(False)
+    swap(loop, here, memory, came.append, failed.append)
+    other = SharedMemory() if sealed else None
+    descriptor = os.memfd_create("other") if other is None else os.dup(other.descriptor)
+    socket.send_fds(there, [MAGIC], [descriptor])
+    os.close(descriptor)
+    while not came and not failed:
+        loop.run_once(20)
+    assert (len(came), len(failed)) == ((1, 0) if sealed else (0, 1))
+    assert sealed or "could shrink" in failed[0]
+    for each in (*came, here, there, memory, *([other] if other else [])):
+        each.close()
+    loop.close()
 
 
 def test_nothing_lies_in_the_file_system(echo: Echo) -> None:
@@ -332,27 +348,3 @@ def test_small_payloads_stay_in_the_message() -> None:
     small = memory.new(10, FLOAT)
     assert memory.nbytes == 0 and memory.find(payload(small)) is None
     memory.close()
-
-
-def test_a_visit_that_is_given_up_leaves_no_connection() -> None:
-    """It is closed while it goes on its way, or the server does not answer well."""
-    memory, name = SharedMemory(), "hvdlite-ps-test-" + os.urandom(8).hex()
-    came: list[Sharing] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{name}.memory")
-        listener.listen()
-        listener.settimeout(5.0)
-        for closes in (True, False):
-            caller = MemoryCaller(name, b"a worker", memory, came.append)
-            if closes:
-                caller.close()
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(5.0)
-                if not closes:
-                    assert connection.recv(1024)
-                    connection.send(b"what is no greeting")
-                while connection.recv(1024):  # Until the other end is closed.
-                    pass
-    memory.close()
-    assert came == []

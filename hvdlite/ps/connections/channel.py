@@ -15,7 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,10 +38,10 @@ from hvdlite.common.connections.liveness import Liveness
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Claim, Party
 from hvdlite.ps.connections.encryption import Encryption
-from hvdlite.ps.connections.memory_exchange import MemoryListener, new_name
+from hvdlite.ps.connections.memory_exchange import new_name, swap
 from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, pack, parse
 from hvdlite.ps.connections.shared_memory import SharedMemory
-from hvdlite.ps.connections.shared_payloads import Sharing, session_of
+from hvdlite.ps.connections.shared_payloads import Sharing
 
 MEMBER = "ps member"  # The role of every end that connects.
 OTHER_TOKEN = "HVDLITE_PS_TOKEN is another one there: give all processes the same"
@@ -69,6 +69,23 @@ def _role_of(role: str) -> str:
     return f"ps {role}"
 
 
+def _whole(message: Message, arrays: Arrays, sharing: Sharing | None) -> Message:
+    """Return a message with its payloads, wherever they are."""
+    message = message._replace(payloads=tuple(map(memoryview, arrays)))
+    return message if sharing is None else sharing.unpack(message)
+
+
+class _Peer(NamedTuple):
+    link: Link
+    sharing: Sharing | None  # Where it is on this host.
+
+    def close(self) -> None:
+        """End the connection; views of shared memory keep it."""
+        self.link.close()
+        if self.sharing is not None:
+            self.sharing.close()
+
+
 class Listener:
     """The listening end of a process with this role, at `address`, whose port may be 0.
 
@@ -92,13 +109,13 @@ class Listener:
             )
         self.address = str(Address(host, port))
         self.memory: SharedMemory | None = None
-        self._memory_listener: MemoryListener | None = None
         self._loop = Loop()
         self._liveness = Liveness(self._loop, DEAD_SECONDS)
         self._party = Party(token, _role_of(role), MEMBER)
         self._encryption = Encryption(token) if encrypted else None
         self._arrays = _memory if carries else no_memory
-        self._links: dict[bytes, Link] = {}
+        self._peers: dict[bytes, _Peer] = {}
+        self._begins: dict[bytes, Callable[[], None]] = {}  # Ends what has not come to messages.
         self._received: deque[tuple[bytes, Message]] = deque()
         self._doors = [self._open(own)]
 
@@ -111,7 +128,7 @@ class Listener:
     def open_memory(self) -> None:
         """Let processes of this host come by a Unix socket, and share their memory.
 
-        The address then has a second word, by which they find both. Where the system has no such
+        The address then has a second word, by which they find it. Where the system has no such
         memory, nothing changes.
         """
         try:
@@ -123,47 +140,59 @@ class Listener:
         near.bind(f"\0{name}")
         near.listen(BACKLOG)
         self._doors.append(self._open(near, same_user=True))
-        self.memory, self._memory_listener = memory, MemoryListener(memory, name)
+        self.memory = memory
         self.address += f" {name}"
 
     # -- peers
 
     def _let_in(self, claim: Claim, connection: socket.socket) -> None:
         self._liveness.prepare(connection)
-        begin = partial(self._begin, claim.body)
+        name = claim.body
+        self._begins.pop(name, _nothing)()
+        if connection.family == socket.AF_UNIX and self.memory is not None:
+            encrypt = partial(self._encrypt, name, connection)
+            self._begins[name] = swap(self._loop, connection, self.memory, encrypt)
+        else:
+            self._encrypt(name, connection, None)
+
+    def _encrypt(self, name: bytes, connection: socket.socket, sharing: Sharing | None) -> None:
+        begin = partial(self._begin, name, sharing)
         if self._encryption is None:
             begin(connection)
         else:
-            self._encryption.begin(self._loop, connection, listens=True, done=begin)
 
-    def _begin(self, peer: bytes, connection: socket.socket) -> None:
-        self.drop(peer)
+            def fail(_why: str) -> None:
+                if sharing is not None:
+                    sharing.close()
+
+            self._begins[name] = self._encryption.begin(
+                self._loop, connection, listens=True, done=begin, failed=fail
+            )
+
+    def _begin(self, name: bytes, sharing: Sharing | None, connection: socket.socket) -> None:
+        self._begins.pop(name, None)
+        self.drop(name)
 
         def ended(_reason: str) -> None:
-            if self._links.get(peer) is link:
-                del self._links[peer]
+            if self._peers.get(name) is peer:
+                self.drop(name)
 
-        link = self._links[peer] = Link(
-            self._loop, connection, received=partial(self._receive, peer), ended=ended,
+        link = Link(
+            self._loop, connection, received=partial(self._receive, name, sharing), ended=ended,
             most_bytes=MOST_HEAD_BYTES, memory=self._arrays, unpacker=parse,
             liveness=self._liveness,
         )  # fmt: skip
+        peer = self._peers[name] = _Peer(link, sharing)
 
-    def drop(self, peer: bytes) -> None:
+    def drop(self, name: bytes) -> None:
         """Close the connection of a peer, which may prove itself again."""
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link.close()
+        if name in self._peers:
+            self._peers.pop(name).close()
 
-    def _receive(self, peer: bytes, message: Message, arrays: Arrays) -> None:
-        message = message._replace(payloads=tuple(map(memoryview, arrays)))
-        if (session := session_of(message)) is not None:
-            sharing = self._sharing(peer)
-            if sharing is None or sharing.session != session:
-                self.send(peer, Message("unmapped", message.request, message.table))
-                return
-            message = sharing.unpack(message)
-        self._received.append((peer, message))
+    def _receive(
+        self, name: bytes, sharing: Sharing | None, message: Message, arrays: Arrays
+    ) -> None:
+        self._received.append((name, _whole(message, arrays, sharing)))
 
     # -- messages
 
@@ -178,35 +207,30 @@ class Listener:
                 break
         return self._received.popleft() if self._received else None
 
-    def send(self, peer: bytes, message: Message) -> None:
+    def send(self, name: bytes, message: Message) -> None:
         """Send a message, whose payloads must not change; to a peer that has gone, it is lost."""
-        link = self._links.get(peer)
-        if link is None or link.queued_bytes > MOST_QUEUED_BYTES:
+        peer = self._peers.get(name)
+        if peer is None or peer.link.queued_bytes > MOST_QUEUED_BYTES:
             return
-        sharing = self._sharing(peer)
-        # A peer drops what is packed before it knows the session itself.
-        if message.kind != "unmapped" and sharing is not None and sharing.heard:
-            message = sharing.pack(message)
-        link.send_head(pack(message), message.payloads)
-
-    def _sharing(self, peer: bytes) -> Sharing | None:
-        return None if self._memory_listener is None else self._memory_listener.sharings.get(peer)
+        if peer.sharing is not None:
+            message = peer.sharing.pack(message)
+        peer.link.send_head(pack(message), message.payloads)
 
     def close(self) -> None:
         """Close all connections when the last answers have been sent."""
         for door in self._doors:
             door.close()
-        links = list(self._links.values())
+        for give_up in self._begins.values():
+            give_up()
+        links = [peer.link for peer in self._peers.values()]
         end = self._loop.now() + LINGER_SECONDS
         for link in links:
             link.leave(LINGER_SECONDS)
         while any(link.open for link in links) and (left := end - self._loop.now()) > 0:
             self._loop.run_once(left)
-        for link in links:
-            link.close()
+        for name in list(self._peers):
+            self.drop(name)
         self._loop.close()
-        if self._memory_listener is not None:
-            self._memory_listener.close()
         if self.memory is not None:
             self.memory.close()
 
@@ -214,15 +238,15 @@ class Listener:
 class Caller:
     """The connecting end, with the name `name`, in a thread that runs `loop`.
 
-    `address` is ``host:port`` or, where it begins with ``@``, the name of a Unix socket. Its
-    functions are called in the thread: `received` with each message, `connected` after each proof
-    of the other end, which then is of that `role`, and `refused` where it has another token or is
-    another version of hvdlite.
+    `address` is ``host:port`` or, where it begins with ``@``, the name of a Unix socket, whose
+    other end shares its memory for `memory`. Its functions are called in the thread: `received`
+    with each message, `connected` after each proof of the other end, which then is of that `role`,
+    and `refused` where it has another token or is another version of hvdlite.
     """
 
     def __init__(
         self, loop: Loop, address: str, role: str, name: bytes, token: bytes = b"",
-        encryption: Encryption | None = None,
+        *, encryption: Encryption | None = None, memory: SharedMemory | None = None,
     ) -> None:  # fmt: skip
         self.address = address
         self.sharing: Sharing | None = None  # With the process at the address.
@@ -230,11 +254,13 @@ class Caller:
         self.received: Callable[[Message], None] = _ignore
         self.connected: Callable[[], None] = _nothing
         self.refused: Callable[[Exception], None] = _ignore
-        self._loop, self._name, self._encryption = loop, name, encryption
+        self._loop, self._name = loop, name
+        self._encryption, self._memory = encryption, memory
         self._party = Party(token, MEMBER, _role_of(role))
         self._liveness = Liveness(loop, DEAD_SECONDS)
         self._pause = FIRST_PAUSE_SECONDS
         self._attempt: Dial | None = None
+        self._give_up: Callable[[], None] = _nothing  # What follows the proofs.
         self._link: Link | None = None
         self._closed = False
         loop.post(self._dial)
@@ -274,17 +300,25 @@ class Caller:
     def _begin(self, connection: socket.socket, _target: Target) -> None:
         self._attempt = None
         self._liveness.prepare(connection)
+        if self._memory is None:
+            self._encrypt(connection)
+            return
+
+        def share(sharing: Sharing) -> None:
+            self._share(sharing)
+            self._encrypt(connection)
+
+        self._give_up = swap(self._loop, connection, self._memory, share, self._lose)
+
+    def _encrypt(self, connection: socket.socket) -> None:
         if self._encryption is None:
             self._use(connection)
         else:
-            self._encryption.begin(
+            self._give_up = self._encryption.begin(
                 self._loop, connection, listens=False, done=self._use, failed=self._lose
             )
 
     def _use(self, connection: socket.socket) -> None:
-        if self._closed:
-            connection.close()
-            return
         self._pause = FIRST_PAUSE_SECONDS
         self._link = Link(
             self._loop, connection, received=self._receive, ended=self._lose,
@@ -294,24 +328,19 @@ class Caller:
 
     def _lose(self, reason: str) -> None:
         self._link = None
+        self._share(None)
         self.trouble = reason or "it has closed the connection"
         self._again_after(FIRST_PAUSE_SECONDS)
 
     def _receive(self, message: Message, arrays: Arrays) -> None:
-        message = message._replace(payloads=tuple(map(memoryview, arrays)))
-        if (session := session_of(message)) is not None:
-            if self.sharing is None or self.sharing.session != session:
-                return  # It is of a process that is gone; the request will be sent again.
-            message = self.sharing.unpack(message)
-        self.received(message)
+        self.received(_whole(message, arrays, self.sharing))
 
     @property
     def takes(self) -> bool:
         """Whether the other end is there, and has taken all that was sent so far."""
         return self._link is not None and self._link.says and not self._link.queued_bytes
 
-    def share(self, sharing: Sharing | None) -> None:
-        """Share memory with the process at the address from now on; None: no more."""
+    def _share(self, sharing: Sharing | None) -> None:
         if self.sharing is not None:
             self.sharing.close()
         self.sharing = sharing
@@ -323,14 +352,21 @@ class Caller:
                 message = self.sharing.pack(message)
             self._link.send_head(pack(message), message.payloads)
 
+    def break_off(self) -> None:
+        """End the present connection, as a network may; another one is made."""
+        if self._link is not None:
+            self._link.close()
+            self._lose("it was broken off")
+
     def close(self) -> None:
         """Close the connection at once; views of shared memory keep it."""
         self._closed = True
         if self._attempt is not None:
             self._attempt.cancel()
+        self._give_up()
         if self._link is not None:
             self._link.close()
-        self.share(None)
+        self._share(None)
 
 
 def _ignore(_: Any) -> None:

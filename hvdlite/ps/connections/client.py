@@ -19,11 +19,10 @@ from hvdlite.common.plain.logs import log
 from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.encryption import Encryption
-from hvdlite.ps.connections.memory_exchange import MemoryCaller, is_here
+from hvdlite.ps.connections.memory_exchange import is_here
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.connections.shared_memory import SharedMemory
-from hvdlite.ps.connections.shared_payloads import Sharing
 from hvdlite.ps.layouts.blocks import Array
 
 CLOSED = "this process has left its parameter servers: its connections are closed"
@@ -63,7 +62,6 @@ class Client:
         self._failure: Exception | None = None  # What has ended the work of the thread.
         self.on_failure: Callable[[Exception], object] = lambda _error: None
         self.records = OFF  # Of the pushes and pulls that this thread makes.
-        self._memory_callers: dict[Connection, MemoryCaller] = {}
         self.memory: SharedMemory | None = None
         with contextlib.suppress(OSError):
             self.memory = SharedMemory()
@@ -75,37 +73,17 @@ class Client:
 
         It is called in the thread, or before that has anything to do.
 
-        An `address` may have a second word, the name of a `MemoryListener` of this host.
+        An `address` may have a second word, the name of a Unix socket of that host.
         """
         address, _, name = address.partition(" ")
         near = bool(name) and self.memory is not None and is_here(name)
         caller = Caller(
             self._loop, f"@{name}" if near else address, role, self._identity, self._token,
-            self._encryption,
+            encryption=self._encryption, memory=self.memory if near else None,
         )  # fmt: skip
         connection = Connection(caller)
         self._connections = (*self._connections, connection)
-        if near:
-            connection.unmapped = lambda: self._visit(connection, name)
-            self._visit(connection, name)
         return connection
-
-    def _visit(self, connection: Connection, name: str) -> None:
-        """Share memory with the process at the other end, as soon as it answers."""
-        assert self.memory is not None
-
-        def share(sharing: Sharing) -> None:
-            if connection in self._connections:
-                connection.caller.share(sharing)
-            else:
-                sharing.close()
-
-        if connection in self._memory_callers:
-            self._memory_callers.pop(connection).close()
-        self._memory_callers[connection] = MemoryCaller(
-            name, self._identity, self.memory,
-            lambda sharing: self.call(lambda: share(sharing), sharing.close),
-        )  # fmt: skip
 
     def new(self, size: int, dtype: np.dtype[Any]) -> Array:
         """Return an array that is not initialized, in memory that servers of this host see."""
@@ -115,8 +93,6 @@ class Client:
         """End a connection, in the thread."""
         self._connections = [each for each in self._connections if each is not connection]
         connection.caller.close()
-        if connection in self._memory_callers:
-            self._memory_callers.pop(connection).close()
 
     def every(self, seconds: float, function: Callable[[], object]) -> None:
         """Call a function in the thread again and again, first after `seconds`."""
@@ -185,8 +161,6 @@ class Client:
         self._end_all(HorovodInternalError(CLOSED))
         for connection in self._connections:
             connection.caller.close()
-        for memory_caller in self._memory_callers.values():
-            memory_caller.close()
         self._loop.close()
         if self.memory is not None:
             self.memory.close()

@@ -32,7 +32,6 @@ class Connection:
         self.news: Callable[[Message], None] = _ignore  # Gets what answers no request.
         self.heard = now()  # When the last message came.
         self.resent = 0
-        self.unmapped: Callable[[], None] = lambda: None  # The peer does not see our memory.
         self._now = now
         self._number = 0
         self._sent: dict[int, _Sent] = {}
@@ -62,8 +61,6 @@ class Connection:
         self.heard = self._now()
         if not message.request:
             self.news(message)
-        elif message.kind == "unmapped":
-            self._send_payloads_of(message.request)
         elif (sent := self._sent.pop(message.request, None)) is not None:
             request = sent.message.kind, sent.message.table
             self._answer_bytes[request] = _nbytes_of(message)
@@ -73,12 +70,6 @@ class Connection:
         """Send again what has no answer yet: the connection is another one."""
         for sent in list(self._sent.values()):
             self.caller.send(sent.message)
-
-    def _send_payloads_of(self, request: int) -> None:
-        self.caller.share(None)
-        if request in self._sent:
-            self.caller.send(self._sent[request].message)
-        self.unmapped()
 
     def look(self) -> float:
         """Send again what has waited for long; return when to look again.

@@ -134,8 +134,11 @@ class Encryption:
     def begin(
         self, loop: Loop, connection: socket.socket, *, listens: bool,
         done: Callable[[socket.socket], None], failed: Callable[[str], None] = lambda why: None,
-    ) -> None:  # fmt: skip
-        """Encrypt a connection; `done` gets what is used instead of it, unless it has failed."""
+    ) -> Callable[[], None]:  # fmt: skip
+        """Encrypt a connection; `done` gets what is used instead of it, unless it has failed.
+
+        What is returned gives it up.
+        """
         try:
             encrypted = self._contexts[listens].wrap_socket(
                 connection, server_side=listens, do_handshake_on_connect=False
@@ -143,7 +146,7 @@ class Encryption:
         except OSError as error:
             connection.close()
             failed(str(error))
-            return
+            return lambda: None
         pending = True
 
         def end(why: str) -> None:
@@ -171,6 +174,7 @@ class Encryption:
 
         loop.call_after(HANDSHAKE_SECONDS, lambda: end("it did not begin to encrypt"))
         step()
+        return lambda: end("it was given up")
 
 
 def _context(protocol: ssl._SSLMethod, pem: str) -> ssl.SSLContext:

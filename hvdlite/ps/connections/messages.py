@@ -19,9 +19,8 @@
 
 Every request has an id, and its answer repeats it: a request that was sent again is answered twice,
 and the second answer is dropped. `failed` answers what cannot be done, with the reason; `moved` a
-request that was made for an older layout; `unmapped` one whose payloads lie in memory that the
-receiver does not see, so that it is sent again with them; `restarted` one to a server that does not
-know the worker any more; `rolled_back` one for a step that the server has lost.
+request that was made for an older layout; `restarted` one to a server that does not know the worker
+any more; `rolled_back` one for a step that the server has lost.
 
 This module never sends. Nothing that arrives is unpickled.
 """
@@ -42,7 +41,6 @@ KINDS = frozenset(
         "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
         "pull_rows", "clocks", "plan", "stand", "ready", "scale", "take", "taken", "turn", "over",
         "save", "saved", "load", "loaded", "failed", "moved", "restarted", "rolled_back",
-        "unmapped",
     }
 )  # fmt: skip
 FIELDS = [str, int, str, int, int, dict]  # Of a head.

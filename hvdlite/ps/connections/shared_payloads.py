@@ -19,11 +19,9 @@ NOTE = "memory"  # The word in the body of a message that says where its payload
 
 
 class Sharing:
-    """Both directions between this process and one peer; `session` is alike on both sides."""
+    """Both directions of one connection between this process and a peer."""
 
-    def __init__(self, session: int, own: SharedMemory, theirs: Window) -> None:
-        self.session = session
-        self.heard = False  # Whether the peer has sent anything in this session.
+    def __init__(self, own: SharedMemory, theirs: Window) -> None:
         self._own, self._theirs = own, theirs
         self._sent = 0  # How many messages with places were sent.
         self._lent: dict[int, list[Buffer]] = {}  # By the number of their message.
@@ -46,14 +44,16 @@ class Sharing:
         if lent:
             self._sent = number = self._sent + 1
             self._lent[number] = lent
-        note = [self.session, number, self._seen, self._held_here(), places]
+        note = [number, self._seen, self._held_here(), places]
         return message._replace(body={**message.body, NOTE: note}, payloads=frames)
 
     def unpack(self, message: Message) -> Message:
         """Return the message with its payloads. Raises ProtocolError for places that are none."""
+        if NOTE not in message.body:
+            return message
         body = dict(message.body)
         try:
-            _, number, seen, held, places = body.pop(NOTE)
+            number, seen, held, places = body.pop(NOTE)
             for old in [each for each in self._lent if each <= seen and each not in held]:
                 del self._lent[old]
             frames = iter(message.payloads)
@@ -62,7 +62,6 @@ class Sharing:
             ]
         except (TypeError, ValueError, StopIteration) as error:
             raise ProtocolError(f"a message says wrongly where its payloads lie: {error}") from None
-        self.heard = True
         if number:
             self._seen = max(self._seen, number)
         return message._replace(body=body, payloads=tuple(payloads))
@@ -90,9 +89,3 @@ class Sharing:
             if not self._held[number]:
                 del self._held[number]
         return list(self._held)
-
-
-def session_of(message: Message) -> int | None:
-    """Return the session of a message from a peer that shares memory; None for another."""
-    note = message.body.get(NOTE)
-    return note[0] if isinstance(note, list) and note and isinstance(note[0], int) else None
