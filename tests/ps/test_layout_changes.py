@@ -97,6 +97,46 @@ def test_a_worker_that_is_lost_at_the_barrier_gives_the_change_up(
     assert len(added_up(first)) == 1
 
 
+def test_a_worker_that_has_made_all_its_steps_holds_no_change_up(new_cluster: NewCluster) -> None:
+    """In ssp it waits for the others at a barrier, further than they are."""
+    cluster = new_cluster(1, 2, updater=Added)
+    first, second = trainers(cluster, 2, SSP, 9)
+    registry = cluster.state.registry
+
+    def finish() -> None:
+        add_ones(first, lambda: first.table.clock == 8)
+        first.worker.barrier()
+
+    def go_on() -> None:
+        cluster.servers.append(cluster.start_server(1, joins=True))
+        wait_until(lambda: registry.version == 2)
+        add_ones(second, lambda: second.table.clock == 5)
+        second.worker.barrier()
+
+    in_threads(finish, go_on)
+    first.table.pull(first.values)
+    assert added_up(first) == {13.0}
+
+
+def test_a_change_says_for_whom_it_waits(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker has come again, and does not declare the table in which it took part."""
+    monkeypatch.setattr(schedulers, "WARNING_SECONDS", 0.05)
+    cluster = new_cluster(1, 2, updater=Added)
+    first, second = trainers(cluster, 2, ASYNC)
+    second.worker.close()
+    again = cluster.worker("worker 1", 1)
+    cluster.servers.append(cluster.start_server(1, joins=True))
+    wanted = "to have 2 servers, and goes on with 1: worker 1 has not begun the table 't' for"
+    wait_until(lambda: wanted in caplog.text)
+    add_ones(first, lambda: first.table.clock == 5)
+    again.leave()
+    wait_until(lambda: cluster.state.registry.version == 2)
+    add_ones(first, lambda: first.table.clock == 9)
+    assert added_up(first) == {9.0}
+
+
 def test_a_server_that_no_scheduler_can_write_down_does_not_count(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +190,17 @@ def test_rows_that_are_lost_with_a_server_end_the_job_and_are_named(
     cluster.restart_server(1)
     with pytest.raises(HorovodInternalError, match=r"server 1 .*the table 'rows' had version 1"):
         rows.pull(np.arange(30)).wait()
+
+
+def test_the_border_of_ssp_asks_for_no_step_where_all_servers_have_the_same() -> None:
+    change = a_change(SSP)
+    for worker, clock in ((0, 9), (1, 4)):
+        change.report(worker, {"t": clock})
+    change.look([0, 1])
+    for server in (0, 1):
+        change.stand(server, {"t": (13, {0: 9, 1: 4})})
+    change.look([0, 1])
+    assert change.borders == {"t": {0: 9, 1: 4}}
 
 
 def a_change(mode: str) -> Change:

@@ -27,6 +27,7 @@ from hvdlite.ps.scheduler.scaling import Change
 
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 8.0  # Several beats: servers come and go only while all members are heard of.
+WARNING_SECONDS = 60.0  # For which a change waits until that is said, and until it is said again.
 # The role of the members that may send a request.
 ROLE_OF = {
     **dict.fromkeys(["declare", "barrier", "clocks", "scale", "turn", "over"], WORKER),
@@ -60,7 +61,7 @@ class Scheduler:
         self._turns = CheckpointOrder()
         # What members have said in their beats: the layout in which they are, and their tables.
         self._standing: dict[bytes, tuple[int, frozenset[str]]] = {}
-        self._obstacle = ""  # To the change that is wanted.
+        self._obstacle, self._warns_at = "", 0.0  # To the change that is wanted.
         if state_file is not None:
             state_file.parent.mkdir(parents=True, exist_ok=True)
         if state_file is not None and state_file.exists():
@@ -136,11 +137,10 @@ class Scheduler:
         if change is not None and (obstacle or change.members != self._roll()):
             change = self._change = None  # What a server had taken may be lost with it.
         if change is None:
-            if obstacle != self._obstacle:
-                self._obstacle = obstacle
-                why = obstacle or "all stand ready"
-                log.info("%d servers instead of %d: %s", wanted, layout.num_servers, why)
-            if not obstacle:
+            if obstacle:
+                self._warn_of(obstacle)
+            else:
+                self._obstacle = ""
                 self._change = Change(
                     time.time_ns(), rebalance(layout, wanted), layout, self.registry.modes(),
                     self._roll(),
@@ -154,6 +154,20 @@ class Scheduler:
                 return
             self.membership.servers_in_use = change.layout.num_servers
             self._change = None
+
+    def _warn_of(self, obstacle: str) -> None:
+        """Say what a change waits for, where it has waited for long."""
+        now = time.monotonic()
+        if obstacle != self._obstacle:
+            self._obstacle, self._warns_at = obstacle, now + WARNING_SECONDS
+        elif now >= self._warns_at:
+            self._warns_at = now + WARNING_SECONDS
+            log.warning(
+                "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. A "
+                "worker that has come again declares all tables in which it took part (make the "
+                "same optimizers, and start the same tensors), or leaves (ps.leave)",
+                self._wanted, self.registry.layout.num_servers, obstacle, WARNING_SECONDS,
+            )  # fmt: skip
 
     def _roll(self) -> dict[tuple[str, int], tuple[bytes, int]]:
         """Return who is there, and as which process."""
