@@ -75,20 +75,6 @@ def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) ->
     assert imported(program, "hvdlite.torch.optimizer.fused_step") is on
 
 
-def test_what_servers_lack_is_named_with_the_extra_that_has_it() -> None:
-    program = (
-        "import sys; sys.modules['safetensors'] = None\n"
-        "from hvdlite.launcher.cli import main\n"
-        "sys.exit(main(['-np', '1', '--ps-servers', '1', 'true']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(),
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    needed = "the parameter server needs safetensors: python -m pip install 'hvdlite[ps]'"
-    assert (done.returncode, done.stderr) == (2, f"hvdlite-run: --ps-servers: {needed}\n")
-
-
 @pytest.mark.parametrize(
     ("program", "package", "remedy"),
     [

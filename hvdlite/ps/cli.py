@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.cluster.settings import read_settings
+from hvdlite.ps.roles import run_scheduler
 
 USAGE_CODE = 2
 FLAGS = {
@@ -30,10 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, dest=variable, metavar=metavar, help=text)
     given = {name: text for name, text in vars(parser.parse_args(argv)).items() if text}
     del given["role"]
-    try:
-        from hvdlite.ps.roles import run_scheduler
-    except ImportError as error:  # safetensors is missing: it says how to install it.
-        return _say(error, USAGE_CODE)
     try:
         settings = read_settings({**os.environ, **given, "HVDLITE_ROLE": "scheduler"})
         assert settings is not None

@@ -74,13 +74,10 @@ def host_scheduler(
     cluster: ClusterOptions, num_workers: int, hosts: Iterable[Host], environ: Mapping[str, str],
     start_seconds: float,
 ) -> HostedScheduler:  # fmt: skip
-    """Start the scheduler of a job in this process. Raises `ConfigError` without its extra."""
-    try:
-        import hvdlite.ps.server.snapshots  # noqa: F401  # What servers need is looked for at once.
-        from hvdlite.ps.cluster.settings import read_settings
-        from hvdlite.ps.scheduler.hosted import HostedScheduler
-    except ImportError as error:
-        raise ConfigError(f"--ps-servers: {error}") from None
+    """Start the scheduler of a job in this process."""
+    from hvdlite.ps.cluster.settings import read_settings
+    from hvdlite.ps.scheduler.hosted import HostedScheduler
+
     variables = {
         **environ,
         "HVDLITE_ROLE": "scheduler",

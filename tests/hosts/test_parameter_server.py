@@ -14,7 +14,6 @@ from tests.hosts import faults
 from tests.hosts.jobs import ALL, LAUNCHER, hvdlite_run
 from tests.hosts.lab import HOSTS, ROOT, SHARED, Lab, Running, address
 
-pytest.importorskip("safetensors", reason="the extra 'ps' is not installed")
 pytestmark = pytest.mark.timeout(120)
 SUMS = (sys.executable, "-m", "tests.ps.scripts.raw_sums", str(SHARED))
 STEPS = 20

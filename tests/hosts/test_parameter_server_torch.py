@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
-pytest.importorskip("safetensors", reason="the extra 'ps' is not installed")
-
 from tests.hosts.clusters import ThreeHosts
 from tests.hosts.lab import Lab
 from tests.ps.test_scenarios import (

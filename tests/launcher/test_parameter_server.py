@@ -12,8 +12,6 @@ import pytest
 from tests.launcher.jobs import launch, start
 from tests.launcher.other_hosts import make_ssh
 
-pytest.importorskip("safetensors", reason="the extra 'ps' is not installed")
-
 PROGRAM = (sys.executable, "-m", "tests.ps.scripts.raw_sums")
 SUMS = "sums {} {}".format(*(20 * (1.0 + 2.0), 20 * 2.0))
 

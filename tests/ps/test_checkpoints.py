@@ -97,7 +97,7 @@ def test_training_goes_on_with_other_servers(
     assert seven["tables"]["t"]["steps"] == 7
     assert sorted(path.name for path in folder.iterdir()) == [
         "layout.json",
-        *(f"slices-{n:05d}-of-{servers:05d}.safetensors" for n in range(servers)),
+        *(f"t.{n:05d}-of-{servers:05d}.safetensors" for n in range(servers)),
     ]
 
 
@@ -184,7 +184,7 @@ def test_tables_are_loaded_while_servers_come(new_cluster: NewCluster, saved: Pa
 
 
 def damage(folder: Path) -> None:
-    path = folder / "slices-00001-of-00002.safetensors"
+    path = folder / "t.00001-of-00002.safetensors"
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
@@ -197,9 +197,22 @@ def remove_values(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def give_another_form(folder: Path) -> None:
+    path = folder / "layout.json"
+    content = json.loads(path.read_text())
+    del content["values"]["parameter_server"]["form"]
+    path.write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("harm", "error", "words"),
     [
+        (give_another_form, ValueError, "by a ps.save of another form: load it by the release"),
+        (
+            lambda folder: (folder / "t.00001-of-00002.safetensors").unlink(),
+            FileNotFoundError,
+            "00001-of-00002.safetensors is not there, which has a part of 't'",
+        ),
         (damage, ValueError, "server 1: .*00001-of-00002.* is damaged"),
         (remove_values, ValueError, "was not saved by ps.save"),
         (lambda folder: (folder / "layout.json").unlink(), FileNotFoundError, "no checkpoint"),
@@ -230,7 +243,7 @@ def test_another_model_is_refused(new_cluster: NewCluster, saved: Path) -> None:
         "t", specs, TableOptions(SYNC, None, part_bytes=800),
         lambda: [np.zeros(spec.size) for spec in specs],
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"tensor '1': its shape is \[8\] here, and \[7\]"):
+    with pytest.raises(ValueError, match=r"tensor '1': its shape is \(8,\) here, and \(7,\)"):
         ps.load(saved)
 
 

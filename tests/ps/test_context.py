@@ -75,16 +75,6 @@ def test_hvdlite_ps_names_what_is_missing(
     assert capsys.readouterr().err == said
 
 
-def test_hvdlite_ps_says_how_to_install_what_it_lacks() -> None:
-    program = "import sys; sys.modules['safetensors'] = None; from hvdlite.ps.cli import main; "
-    program += "sys.exit(main(['scheduler', '--address', '127.0.0.1:1']))"
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
-    needs = "the parameter server needs safetensors: python -m pip install 'hvdlite[ps]'"
-    said = f"hvdlite-ps: {needs}\n"
-    assert (ended.returncode, ended.stderr) == (2, said)
-
-
 def test_who_has_not_come_is_named(new_cluster: Callable[..., Cluster]) -> None:
     cluster = new_cluster(1, 3, start_seconds=1000.0)
     membership = cluster.state.membership

@@ -3,48 +3,38 @@
 A worker leads, in phases, each of which all servers have done before the next one begins. Its
 attempts have rising numbers. A request of an older attempt was sent again too late, and is dropped;
 one of a phase that is done already is answered, and not done again.
+
+A checkpoint is a folder with a file of each table from each server (see `saved_files`), and
+layout.json, which has their number and the finished steps: `tables` -> `steps`, `whole`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
-from hvdlite.checkpoint import files, manifest, saving
+from hvdlite.checkpoint import manifest
 from hvdlite.checkpoint.folder import MANIFEST, Folder
-from hvdlite.checkpoint.manifest import Record
-from hvdlite.common.layouts.layout import Layout
+from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.layouts.blocks import Array
-from hvdlite.ps.server.checkpoint_format import (
-    VALUE,
-    Flat,
-    about_table,
-    flatten,
-    padded,
-    read_table,
-    tensor_name,
-)
+from hvdlite.ps.server import saved_files
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.saved import SavedTable, join
 
 # What a worker raises again by its name; see `remote_error`.
 ERRORS: tuple[type[Exception], ...] = (
-    FileNotFoundError, PermissionError, OSError, ImportError, KeyError, ValueError,
+    FileNotFoundError, PermissionError, OSError, KeyError, ValueError,
 )  # fmt: skip
+VALUE, FORM = "parameter_server", 2  # The value of layout.json that is ours, and its form.
 
 _ANSWERS = {"save": "saved", "load": "loaded"}
 
 Body = Mapping[str, Any]
-
-
-class _Kept(NamedTuple):
-    """A table as it is to be written."""
-
-    about: dict[str, Any]
-    described: TableDescription
-    flat: Flat
 
 
 class _Read(NamedTuple):
@@ -66,7 +56,7 @@ class ServerCheckpoints:
         self._server, self._number, self._is_sent = server, number, is_sent
         self._attempt: tuple[int, ...] = ()
         self._done: dict[str, dict[str, Any]] = {}  # The phases of the attempt.
-        self._to_write: dict[str, _Kept] = {}
+        self._to_write: list[SavedTable] = []
         self._was_read: list[_Read] = []
         self._phases: dict[str, Callable[[Body], dict[str, Any] | None]] = {
             "begin": self._begin, "write": self._write, "commit": self._commit,
@@ -82,7 +72,7 @@ class ServerCheckpoints:
             return []
         if attempt > self._attempt:
             self._attempt, self._done = attempt, {}
-            self._to_write, self._was_read = {}, []
+            self._to_write, self._was_read = [], []
         if phase not in self._done:
             if phase in ("write", "commit", "apply") and not self._done:
                 return [_say(peer, message, "restarted")]  # What came before is lost.
@@ -100,21 +90,13 @@ class ServerCheckpoints:
     # -- save
 
     def _begin(self, body: Body) -> dict[str, Any] | None:
-        """Copy the tables, and say how long their rows are."""
-        files.safetensors()
+        """Copy the tables; as server 0, make the folder."""
         if any(self._is_behind(*words) for words in body["tables"]):
             return None
         if self._number == 0:
             Folder(body["directory"]).prepare()
-        lengths = {}
-        for name, clock, is_whole, steps_before in body["tables"]:
-            described = self._server.descriptions[name]
-            about = about_table(described, is_whole=is_whole, steps=clock + steps_before)
-            flat = flatten(self._server.saved(name))
-            self._to_write[name] = _Kept(about, described, flat)
-            for dtype, row in flat.rows.items():
-                lengths[tensor_name(name, dtype)] = row.size
-        return {"lengths": lengths}
+        self._to_write = [self._server.saved(name) for name, *_ in body["tables"]]
+        return {}
 
     def _is_behind(self, name: str, clock: int, *_: object) -> bool:
         """Whether the table lacks steps that the worker has finished."""
@@ -124,35 +106,32 @@ class ServerCheckpoints:
         return table.clocks.mode.name == SYNC and table.version < clock
 
     def _write(self, body: Body) -> dict[str, Any]:
-        """Write the rows, all as long as the longest of all servers."""
-        arrays = {}
-        for name, length in body["lengths"].items():
-            table, _, dtype = name.rpartition(".")
-            arrays[name] = padded(self._to_write[table].flat.rows.get(dtype), dtype, length)
-        name = saving.file_name(self._number, body["servers"])
-        size, digests = files.write(Folder(body["directory"]).new / name, arrays)
-        tables = {
-            name: {"blocks": kept.described.body["blocks"], "index": kept.flat.about}
-            for name, kept in self._to_write.items()
-        }
-        return {"size": size, "digests": digests, "tables": tables}
+        """Write the tables; say how large the files are."""
+        new, sizes = Folder(body["directory"]).new, {}
+        for saved in self._to_write:
+            name = _file_name(saved.described.name, self._number, body["servers"])
+            sizes[name] = saved_files.write(new / name, saved)
+        return {"sizes": sizes}
 
     def _commit(self, body: Body) -> dict[str, Any]:
-        """Write down where all lies, and put the folder in its place, as server 0."""
-        written, count = body["written"], len(body["written"])
-        records = {
-            name: Record(Layout([count], [0, -1]), (count, length), name.rpartition(".")[2])
-            for name, length in body["lengths"].items()
-        }
+        """Write down what there is, and put the folder in its place, as server 0."""
+        folder = Folder(body["directory"])
+        for server, answer in enumerate(body["written"]):
+            for name, size in answer["sizes"].items():
+                path = folder.new / name
+                if not path.is_file() or path.stat().st_size != size:
+                    raise FileNotFoundError(
+                        f"server 0 does not see {name}, which server {server} has written to "
+                        f"{folder.new}: a checkpoint must be in a folder that all hosts share"
+                    )
         tables = {
-            name: {**kept.about, "servers": [each["tables"][name] for each in written]}
-            for name, kept in self._to_write.items()
+            name: {"steps": clock + steps_before, "whole": is_whole}
+            for name, clock, is_whole, steps_before in body["tables"]
         }
-        plan = saving.Plan(records, {}, {VALUE: {"tables": tables}})
-        names = [saving.file_name(number, count) for number in range(count)]
-        facts = [(each["size"], each["digests"]) for each in written]
-        saving.finish(Folder(body["directory"]), plan, names, facts)
-        self._to_write = {}
+        about = {"form": FORM, "servers": len(body["written"]), "tables": tables}
+        manifest.write(Manifest((), {}, {VALUE: about}), folder.new)
+        folder.commit()
+        self._to_write = []
         return {}
 
     def _discard(self, body: Body) -> dict[str, Any]:
@@ -163,20 +142,44 @@ class ServerCheckpoints:
 
     def _read(self, body: Body) -> dict[str, Any] | None:
         """Read the tables, and change none yet: a server that cannot must not leave others new."""
-        files.safetensors()
         if any(self._is_behind(*words) or self._is_sent(words[0]) for words in body["tables"]):
             return None
-        path = Folder(body["directory"]).existing() / MANIFEST
-        found = manifest.read(path)
-        if VALUE not in found.values:
-            raise ValueError(f"{path.parent} was not saved by ps.save: load it by hvd.checkpoint")
-        steps = {}
-        self._was_read = []
-        for name, *_ in body["tables"]:
-            described = self._server.descriptions[name]
-            values, state, steps[name] = read_table(found, described, self._number, body["servers"])
-            self._was_read.append(_Read(name, values, state))
-        return {"steps": steps}
+        path = Folder(body["directory"]).existing()
+        about = manifest.read(path / MANIFEST).values.get(VALUE)
+        if about is None:
+            raise ValueError(f"{path} was not saved by ps.save: load it by hvd.checkpoint")
+        if about.get("form") != FORM:
+            raise ValueError(
+                f"{path} was saved by a ps.save of another form: load it by the release of hvdlite "
+                "that saved it, and save it with hvd.checkpoint"
+            )
+        self._was_read = [
+            self._read_table(path, about, self._server.descriptions[name], body["servers"])
+            for name, *_ in body["tables"]
+        ]
+        return {
+            "steps": {each.name: about["tables"][each.name]["steps"] for each in self._was_read}
+        }
+
+    def _read_table(
+        self, path: Path, about: Mapping[str, Any], described: TableDescription, servers: int
+    ) -> _Read:
+        """Return what this server has to have of a table, whoever has saved it.
+
+        All files are compared with their checksums, each by one of the servers.
+        """
+        name, saved = described.name, about["tables"]
+        if name not in saved:
+            raise KeyError(f"the checkpoint has no table {name!r}, but {', '.join(sorted(saved))}")
+        sources = []
+        for server in range(about["servers"]):
+            file = path / _file_name(name, server, about["servers"])
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is not there, which has a part of {name!r}")
+            verify = server % servers == self._number
+            sources.append(saved_files.read(file, verify=verify))
+            _check(sources[-1].described, described)
+        return _Read(name, *join(described, sources, is_whole=saved[name]["whole"]))
 
     def _apply(self, body: Body) -> dict[str, Any] | None:
         """Let the tables be what was read."""
@@ -186,6 +189,32 @@ class ServerCheckpoints:
             self._server.replace(each.name, each.values, each.state)
         self._was_read = []
         return {}
+
+
+def _file_name(table: str, server: int, servers: int) -> str:
+    return f"{quote(table, safe='')}.{server:05d}-of-{servers:05d}{saved_files.SUFFIX}"
+
+
+def _check(saved: TableDescription, own: TableDescription) -> None:
+    """Raise ValueError where the table that was saved is another one."""
+    name = own.name
+    if len(saved.specs) != len(own.specs):
+        counts = len(own.specs), len(saved.specs)
+        raise ValueError(f"table {name!r} has {counts[0]} tensors, and {counts[1]} were saved")
+    for there, here in zip(saved.specs, own.specs, strict=True):
+        for field in ("name", "dtype", "shape", "group"):
+            old, new = getattr(there, field), getattr(here, field)
+            if old != new:
+                raise ValueError(
+                    f"table {name!r}, tensor {here.name!r}: its {field} is {new!r} here, and "
+                    f"{old!r} in the checkpoint: build the model and optimizer that were saved"
+                )
+    there_rows, rows = (each.rows and each.rows.spec.fields for each in (saved, own))
+    if there_rows != rows:
+        raise ValueError(
+            f"table {name!r} has rows {rows} (count, length, dtype, seed, initializer, scale, row "
+            f"of zeros) here, and {there_rows} in the checkpoint"
+        )
 
 
 def remote_error(server: int, body: Body) -> Exception:

@@ -1,40 +1,25 @@
-"""Snapshots of tables on disk: safetensors files, from which a server that returns goes on.
+"""Snapshots of tables on disk: files (see `saved_files`) from which a server that returns goes on.
 
-A file has the arrays of a `SavedTable`, and as metadata what is to be said of it. It is written
-beside the older ones, synchronized and then renamed, so that a server that dies in between leaves
-the older ones. Nothing is unpickled.
+Each is written beside the older ones, which a server that dies meanwhile leaves as they are.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import queue
 import threading
 import time
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
-from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.logs import log
+from hvdlite.ps.server import saved_files
+from hvdlite.ps.server.saved_files import SUFFIX, UNFINISHED
 from hvdlite.ps.tables.saved import SavedTable
 
-try:
-    from safetensors import SafetensorError, safe_open
-except ImportError as error:  # pragma: no cover - the extra is installed where tests run
-    raise ImportError(
-        "the parameter server needs safetensors: python -m pip install 'hvdlite[ps]'"
-    ) from error
-
 KEPT = 2
-SUFFIX = ".safetensors"
 MOST_SECONDS = 60.0  # For which a server waits until a snapshot can be written.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0  # Before it is tried again.
 JOB_FILE = "job"  # In the folder of a server: the identity of the job.
@@ -47,7 +32,9 @@ class SnapshotFolder:
         self._server = server
         self._path = Path(directory) / f"server-{server}"
         self._path.mkdir(parents=True, exist_ok=True)
-        for unfinished in self._path.glob("*/*.unfinished"):  # A predecessor was killed meanwhile.
+        for unfinished in self._path.glob(
+            f"*/*{UNFINISHED}"
+        ):  # A predecessor was killed meanwhile.
             unfinished.unlink(missing_ok=True)
         self._queue: queue.SimpleQueue[SavedTable | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -103,14 +90,7 @@ class SnapshotFolder:
         target = self._target(snapshot)
         folder = target.parent
         folder.mkdir(exist_ok=True)
-        temporary = target.with_suffix(".unfinished")
-        with open(temporary, "wb") as file:
-            for piece in _pieces_of(snapshot):
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _synchronize(folder)
+        saved_files.write(target, snapshot)
         for old in sorted(folder.glob(f"{snapshot.layout:06}-*{SUFFIX}"))[:-KEPT]:
             old.unlink(missing_ok=True)  # The other thread that writes may have done so.
 
@@ -175,11 +155,8 @@ class SnapshotFolder:
 
     def _read(self, path: Path) -> SavedTable:
         try:
-            with safe_open(path, framework="numpy") as file:
-                about = json.loads(file.metadata()["about"])
-                sums = enumerate(about["checksums"])
-                return SavedTable.unpack(about, [_raw(file, str(n), each) for n, each in sums])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, ProtocolError) as error:
+            return saved_files.read(path).in_memory()
+        except (OSError, ValueError) as error:
             raise HorovodInternalError(
                 f"the snapshot {path} of server {self._server} cannot be read: {error}. Remove it, "
                 "and the one before it is used"
@@ -195,40 +172,3 @@ class SnapshotFolder:
 
 def _name_of(layout: int, version: int) -> str:
     return f"{layout:06}-{version:012}{SUFFIX}"
-
-
-def _raw(file: Any, key: str, checksum: int) -> bytearray:
-    raw = file.get_tensor(key)
-    if zlib.crc32(raw) != checksum:
-        raise ValueError(f"{key} does not have its checksum")
-    return bytearray(raw)
-
-
-def _pieces_of(snapshot: SavedTable) -> Iterator[bytes | memoryview]:
-    """Yield a file of safetensors piece by piece, without a copy: servers go on meanwhile.
-
-    safetensors' own writer copies the arrays, for which it holds Python's lock.
-    """
-    about, arrays = snapshot.pack()
-    raws = [array.reshape(-1).view(np.uint8).data for array in arrays]
-    about["checksums"] = [*map(zlib.crc32, raws)]
-    header: dict[str, Any] = {"__metadata__": {"about": json.dumps(about)}}
-    start = 0
-    for number, raw in enumerate(raws):
-        place = [start, start + raw.nbytes]
-        header[str(number)] = {"dtype": "U8", "shape": [raw.nbytes], "data_offsets": place}
-        start += raw.nbytes
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    yield len(head).to_bytes(8, "little") + head
-    yield from raws
-
-
-def _synchronize(folder: Path) -> None:
-    """Let a rename reach the disk, where folders can be synchronized."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,27 +28,9 @@ from hvdlite.ps.tables.table import Saved
 VALUES, SLOT, REST = "values", "slot", "rest"
 
 
-class Source(Protocol):
-    """What one server has saved, wherever it lies; `state` says of each name what it is."""
-
-    @property
-    def blocks(self) -> Sequence[Block]:
-        """The blocks of the server."""
-
-    @property
-    def state(self) -> Mapping[str, str]:
-        """SLOT or REST of each name."""
-
-    def array(self, word: str, name: str) -> Array:
-        """Return the array of a name; that of VALUES is the number of the block."""
-
-    def cut(self, word: str, name: str, start: int, stop: int) -> Array:
-        """Return some elements of an array, flat."""
-
-
 @dataclass(frozen=True)
 class SavedTable:
-    """A table of one server between two updates, in memory. The arrays are never changed."""
+    """A table of one server between two updates, in memory or on disk. Arrays are never changed."""
 
     described: TableDescription
     saved: Saved
@@ -57,12 +39,12 @@ class SavedTable:
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """See `Source`."""
+        """The blocks of the server."""
         return self.described.blocks
 
     @cached_property
     def state(self) -> Mapping[str, str]:
-        """See `Source`."""
+        """SLOT or REST of each name."""
         if self.kinds is not None:
             return self.kinds
         found = {}
@@ -75,13 +57,11 @@ class SavedTable:
             found[name] = SLOT if is_slot else REST
         return found
 
-    def array(self, word: str, name: str) -> Array:
-        """See `Source`."""
-        return self.saved.values[int(name)] if word == VALUES else self.saved.state[name]
-
-    def cut(self, word: str, name: str, start: int, stop: int) -> Array:
-        """See `Source`."""
-        return self.array(word, name)[start:stop]
+    def in_memory(self) -> SavedTable:
+        """Return the same with arrays that may be changed."""
+        values = [array.copy() for array in self.saved.values]
+        state = {name: array.copy() for name, array in self.saved.state.items()}
+        return replace(self, saved=self.saved._replace(values=values, state=state))
 
     def pack(self) -> tuple[dict[str, Any], list[Array]]:
         """Return what is to be said of the table, as JSON and msgpack can hold it, and arrays."""
@@ -152,22 +132,25 @@ def _picked(array: Array, places: Sequence[slice]) -> Array:
     return np.concatenate([array[place] for place in places]) if places else array[:0]
 
 
-def _names_of(source: Source, number: int) -> dict[str, str]:
+def _names_of(source: SavedTable, number: int) -> dict[str, str]:
     """Return the names in the state of a block, and what they are without the block."""
     split = {name: name.partition(".") for name in source.state}
     return {name: own for name, (block, _, own) in split.items() if block == str(number)}
 
 
 def join(
-    described: TableDescription, sources: Sequence[Source], shift: int = 0
+    described: TableDescription, sources: Sequence[SavedTable], *, is_whole: bool = False
 ) -> tuple[list[Array], dict[str, Array]]:
     """Return the values and the state that a server is to keep. The first sources count most.
 
-    `shift` is how much higher the keys are than those of the sources. Raises ValueError where
-    something is missing.
+    `is_whole`: tensors are kept whole, and the state has names ``NUMBER OF THE TENSOR.KEY``. Raises
+    ValueError where something is missing.
     """
     if described.rows is not None:
         return _join_rows(sources, described.rows.server, described.rows.servers)
+    shift = described.first_key - sources[0].described.first_key
+    if is_whole:
+        return _join_whole(described, sources, shift)
     joining = _Joining(described.blocks, shift)
     for source in sources:
         for number in range(len(source.blocks)):
@@ -192,7 +175,7 @@ class _Joining:
             for key, start, stop, at, _ in block.places:
                 self._wanted.setdefault(key - shift, []).append((start, stop, number, at))
 
-    def add(self, source: Source, own: int) -> None:
+    def add(self, source: SavedTable, own: int) -> None:
         """Take what is wanted of a block of a source."""
         block, names = source.blocks[own], _names_of(source, own)
         slots = {name: word for name, word in names.items() if source.state[name] == SLOT}
@@ -201,12 +184,12 @@ class _Joining:
                 first, last = max(start, low), min(stop, high)
                 if first >= last:
                     continue
-                here = at + first - start, at + last - start
+                here = slice(at + first - start, at + last - start)
                 there = slice(to + first - low, to + last - low)
-                self.values[number][there] = source.cut(VALUES, str(own), *here)
+                self.values[number][there] = source.saved.values[own][here]
                 self.filled[number] += last - first
                 for name, word in slots.items():
-                    array = source.cut(SLOT, name, *here)
+                    array = source.saved.state[name][here]
                     if (known := _name(number, word)) not in self.state:
                         self.state[known] = np.zeros(self._blocks[number].size, array.dtype)
                     self.state[known][there] = array
@@ -215,24 +198,28 @@ class _Joining:
                 known = _name(number, names[name])
                 alike = (other.dtype, other.group) == (block.dtype, block.group)
                 if alike and known not in self.state:  # Each block changes its own.
-                    self.state[known] = source.array(REST, name).copy()
+                    self.state[known] = source.saved.state[name].copy()
 
 
 def _name(block: int, own: str) -> str:
     return f"{block}.{own}".rstrip(".")
 
 
-def _rows_for(source: Source, server: int, servers: int) -> tuple[Array, Array, dict[str, Array]]:
+def _rows_for(
+    source: SavedTable, server: int, servers: int
+) -> tuple[Array, Array, dict[str, Array]]:
     """Return ids, rows and state of what a server keeps of a source."""
-    ids = source.array(VALUES, "0")
+    ids, rows = source.saved.values
     chosen = ids % servers == server
-    state = {name: source.array(kind, name) for name, kind in source.state.items()}
-    state = {n: a[chosen] if source.state[n] == SLOT else a for n, a in state.items()}
-    return ids[chosen], source.array(VALUES, "1")[chosen], state
+    state = {
+        name: array[chosen] if source.state[name] == SLOT else array
+        for name, array in source.saved.state.items()
+    }
+    return ids[chosen], rows[chosen], state
 
 
 def _join_rows(
-    sources: Sequence[Source], server: int, servers: int
+    sources: Sequence[SavedTable], server: int, servers: int
 ) -> tuple[list[Array], dict[str, Array]]:
     shares = [_rows_for(source, server, servers) for source in sources]
     kinds = {name: kind for source in reversed(sources) for name, kind in source.state.items()}
@@ -240,7 +227,7 @@ def _join_rows(
     for name, kind in kinds.items():
         known = next(own[name] for *_, own in shares if name in own)
         if kind == REST:
-            state[name] = known
+            state[name] = known.copy()
             continue
         missing = np.zeros((1, *known.shape[1:]), known.dtype)
         state[name] = np.concatenate(
@@ -251,3 +238,27 @@ def _join_rows(
         )
     ids, rows = (np.concatenate([share[at] for share in shares]) for at in (0, 1))
     return [ids, rows], state
+
+
+def _join_whole(
+    described: TableDescription, sources: Sequence[SavedTable], shift: int
+) -> tuple[list[Array], dict[str, Array]]:
+    places: dict[int, tuple[SavedTable, Array, str]] = {}
+    for source in sources:
+        count = 0
+        for block, array in zip(source.blocks, source.saved.values, strict=True):
+            for key, _, _, start, stop in block.places:
+                places[key + shift] = source, array[start:stop], f"{count}."
+                count += 1
+    values: list[Array] = []
+    state: dict[str, Array] = {}
+    count = 0
+    for block in described.blocks:
+        tensors = [places[part.key] for part in block.parts]
+        values.append(np.concatenate([array for _, array, _ in tensors]))
+        for source, _, prefix in tensors:
+            for name, array in source.saved.state.items():
+                if name.startswith(prefix):
+                    state[f"{count}.{name.removeprefix(prefix)}"] = array.copy()
+            count += 1
+    return values, state

@@ -102,13 +102,9 @@ class _Phases:
 
     def save(self) -> dict[str, int]:
         """Write the tables."""
-        lengths: dict[str, int] = {}
-        for answer in self.run("begin", tables=self._tables):
-            for name, length in answer["lengths"].items():
-                lengths[name] = max(length, lengths.get(name, 0))
-        lengths = {name: length for name, length in lengths.items() if length}
-        written = self.run("write", lengths=lengths, servers=self._servers)
-        self.run("commit", only_first=True, lengths=lengths, written=written)
+        self.run("begin", tables=self._tables)
+        written = self.run("write", servers=self._servers)
+        self.run("commit", only_first=True, tables=self._tables, written=written)
         return {}
 
     def load(self) -> dict[str, int]:

@@ -1,0 +1,81 @@
+"""Files of saved tables, for snapshots and checkpoints: one writer, and one reader.
+
+A file has the arrays of a `SavedTable` in the format of safetensors, and as its metadata what is to
+be said of them, with their checksums. It is written under another name, synchronized and renamed,
+so that whoever is killed in between leaves no half of it. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdlite.ps.tables.saved import SavedTable
+
+SUFFIX, UNFINISHED = ".safetensors", ".unfinished"
+
+
+def write(path: Path, saved: SavedTable) -> int:
+    """Write a file, which is on disk when this returns; return its size. Raises OSError."""
+    temporary = path.with_suffix(UNFINISHED)
+    with open(temporary, "wb") as file:
+        for piece in _pieces_of(saved):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    os.replace(temporary, path)
+    with contextlib.suppress(OSError):  # Not all systems can synchronize folders.
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return size
+
+
+def _pieces_of(saved: SavedTable) -> Iterator[bytes | memoryview]:
+    """Yield a file piece by piece, without a copy: servers go on meanwhile.
+
+    The library of safetensors copies the arrays, for which it holds Python's lock.
+    """
+    about, arrays = saved.pack()
+    raws = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    about["checksums"] = [*map(zlib.crc32, raws)]
+    header: dict[str, Any] = {"__metadata__": {"about": json.dumps(about)}}
+    start = 0
+    for number, raw in enumerate(raws):
+        place = [start, start + raw.nbytes]
+        header[str(number)] = {"dtype": "U8", "shape": [raw.nbytes], "data_offsets": place}
+        start += raw.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    yield len(head).to_bytes(8, "little") + head
+    yield from raws
+
+
+def read(path: Path, *, verify: bool = True) -> SavedTable:
+    """Return what a file has. Its arrays come from the disk when somebody looks at them.
+
+    With `verify`, all bytes are compared with their checksums now. Raises OSError, and ValueError
+    for a file that is damaged.
+    """
+    try:
+        raw = np.memmap(path, np.uint8, "r")
+        start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+        header = json.loads(raw[8:start].tobytes())
+        about = json.loads(header["__metadata__"]["about"])
+        places = [header[str(number)]["data_offsets"] for number in range(len(about["arrays"]))]
+        raws = [raw[start + first : start + stop] for first, stop in places]
+        if verify and [zlib.crc32(each.data) for each in raws] != about["checksums"]:
+            raise ValueError("its bytes are not those that were saved")
+        return SavedTable.unpack(about, raws)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
