@@ -36,6 +36,7 @@ class Driver:
         self._commands: list[Command] = []
         self._finished = False
         self._now = 0.0  # When the last event was.
+        self._is_late = False  # What follows from it has not been done.
         self._roster = Roster()
         self._failures = Failures()
         self._hosts = Hosts(Cooldowns(plan.cooldown, uniform), plan.start_timeout)
@@ -54,12 +55,14 @@ class Driver:
 
     def take(self) -> list[Command]:
         """Return the commands since the last call, in the order in which to carry them out."""
+        self._advance_if_late()
         commands = self._commands.copy()
         self._commands.clear()
         return commands
 
     def due(self) -> float | None:
         """Return when `tick` must be called next, whatever happens; None: not without an event."""
+        self._advance_if_late()
         if self._finished:
             return None
         now = self._now
@@ -100,7 +103,7 @@ class Driver:
     def agent_came(self, host: str, now: float) -> None:
         """Note that the agent of a host can start workers."""
         self._hosts.came(host)
-        self._advance(now)
+        self._advance_later(now)
 
     def agent_lost(self, host: str, why: str, may_return: bool, now: float) -> None:
         """Note that an agent has ended, is silent or could not be started; `why` is a clause.
@@ -225,9 +228,20 @@ class Driver:
 
     # -- what follows from an event
 
+    def _advance_later(self, now: float) -> None:
+        """Do all that is due when the next event of another kind comes, or commands are taken.
+
+        Hundreds of such events come together as a job starts, and each would look at all workers.
+        """
+        self._now, self._is_late = now, True
+
+    def _advance_if_late(self) -> None:
+        if self._is_late:
+            self._advance(self._now)
+
     def _advance(self, now: float) -> None:
         """Do all that is due."""
-        self._now = now
+        self._now, self._is_late = now, False
         for step in (
             self._losses.skip_late_hosts,
             self._losses.give_up_closed,

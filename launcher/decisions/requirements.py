@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
@@ -32,6 +32,7 @@ class Requirements:
         self._succession = succession
         self.first_hosts: set[str] = set()  # Those of the first start; empty before it.
         self._unwanted: set[int] = set()  # As of the last event of another kind.
+        self._one_late: Worker | None = None  # See `others_are_late`.
         self._short_since: float | None = None
         self._line_at: float | None = None
 
@@ -52,23 +53,31 @@ class Requirements:
             if self._waits_for_all(now):
                 waited += self._succession.newcomers()
         self._unwanted = {each.number for each in self._staffing.unwanted(now)}
-        return self._late(waited)
-
-    def _late(self, workers: Iterable[Worker]) -> list[Worker]:
-        return [each for each in workers if not each.ready and each.number not in self._unwanted]
+        return [each for each in waited if not each.ready and each.number not in self._unwanted]
 
     def others_are_late(self) -> bool:
         """Return whether nothing can follow from a worker being ready, as a rank is not.
 
-        Many workers are ready one after another, so this looks at no more than it must.
+        Many workers are ready one after another, so this looks at all of them only when the one
+        that it found late the last time is late no more. That is the last one: those that were
+        started first are mostly ready first.
         """
-        if self._succession.world is None:
-            first = (each for each in self._roster.living() if each.host in self.first_hosts)
-            return bool(self._late(first))
         reset = self._succession.reset
-        if reset is None or not reset.complete:
+        if self._succession.world is not None and (reset is None or not reset.complete):
             return False
-        return bool(self._late(self._succession.living_members()))
+        late = self._one_late
+        if late is None or not late.living or not self._is_late(late):
+            workers = self._roster.living()
+            self._one_late = next((each for each in reversed(workers) if self._is_late(each)), None)
+        return self._one_late is not None
+
+    def _is_late(self, worker: Worker) -> bool:
+        """Return whether the next world waits for a living worker that is not ready."""
+        if worker.ready or worker.number in self._unwanted:
+            return False
+        if self._succession.world is None:
+            return worker.host in self.first_hosts
+        return worker.number in self._succession.member_set
 
     def _waits_for_all(self, now: float) -> bool:
         """Return whether the next world waits for all workers that have been started."""

@@ -59,6 +59,7 @@ class Succession:
         self._failures = failures
         self._order = order
         self.world: World | None = None
+        self.member_set: frozenset[int] = frozenset()  # The members of the world.
         self.reset: Reset | None = None
         self.resets = 0  # All but those by which replacements of failed workers are taken in.
         self.committed = 0  # The highest number of a commit that a worker has told.
@@ -79,7 +80,7 @@ class Succession:
 
     def newcomers(self) -> list[Worker]:
         """Return the living workers that are no ranks."""
-        members = set(self.members)
+        members = self.member_set
         return [each for each in self._roster.living() if each.number not in members]
 
     def kept(self) -> list[Worker]:
@@ -104,7 +105,7 @@ class Succession:
         """Note that a worker wants the next world, and which commit it holds."""
         worker.ready = True
         worker.commit = commit if worker.epoch else 0
-        if worker.number not in self.members or self.world is None:
+        if worker.number not in self.member_set or self.world is None:
             return
         if commit > self.committed:
             self.committed = commit
@@ -218,6 +219,7 @@ class Succession:
         kept = [each.number for each in self.kept()]
         self.line = keep_order(self.line or kept, kept, world.members)
         self.world, self.reset = world, None
+        self.member_set = frozenset(world.members)
         self._rounds = ExchangeRounds(world.members)
         self._staffing.note_world(world.members, world.hosts)
         for rank, worker in enumerate(chosen):

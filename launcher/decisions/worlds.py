@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hvdlite.launcher.decisions.roster import Worker
@@ -31,7 +32,7 @@ class World:
         """Return the rank of a member."""
         return self.members.index(number)
 
-    @property
+    @cached_property
     def listed(self) -> list[list[Any]]:
         """The members as frames have them: [[number, host], ...]."""
         return [list(pair) for pair in zip(self.members, self.hosts, strict=True)]

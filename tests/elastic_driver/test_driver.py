@@ -45,3 +45,17 @@ def test_a_new_host_is_taken_in() -> None:
     job.ready(3)
     job.pass_checks()
     assert (job.hosts, job.worlds[-1][2:4]) == ("aabb", [0, [2, 3]])
+
+
+def test_agents_that_come_together_start_their_workers_in_the_order_of_hosts() -> None:
+    job = Simulation({"a": 2, "b": 1, "c": 1}, num_proc=4, min_np=1)
+    hosts = {"d": 1, "e": 2}
+    job.slow_hosts |= set(hosts)
+    job.discover({"a": 2, "b": 1, "c": 1, **hosts})
+    for host in ("e", "d"):
+        job.agents.add(host)
+        job.driver.agent_came(host, now=job.now)
+    assert len(job.processes) == 4
+    job.settle()
+    places = [(each.host, each.slot, each.start.start_rank) for each in job.processes.values()]
+    assert places[4:] == [("d", 0, 4), ("e", 0, 5), ("e", 1, 6)]
