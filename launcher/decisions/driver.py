@@ -322,7 +322,7 @@ class Driver:
         if len(chosen) < requirements.need():
             return
         holders = self._staffing.last_holders(now)
-        leaving = self._staffing.unwanted(now)
+        leaving = [each for each in self._staffing.unwanted(now) if each not in chosen]
         leaving += [each for each in holders if each not in chosen]
         try:
             succession.publish(chosen, leaving, now)

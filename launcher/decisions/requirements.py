@@ -53,7 +53,7 @@ class Requirements:
             if self._waits_for_all(now):
                 waited += self._succession.newcomers()
         self._unwanted = {each.number for each in self._staffing.unwanted(now)}
-        return [each for each in waited if not each.ready and each.number not in self._unwanted]
+        return [each for each in waited if self._is_late(each)]
 
     def others_are_late(self) -> bool:
         """Return whether nothing can follow from a worker being ready, as a rank is not.
@@ -66,18 +66,29 @@ class Requirements:
         if self._succession.world is not None and (reset is None or not reset.complete):
             return False
         late = self._one_late
-        if late is None or not late.living or not self._is_late(late):
-            workers = self._roster.living()
-            self._one_late = next((each for each in reversed(workers) if self._is_late(each)), None)
+        if late is None or not self._counts(late) or not self._is_late(late):
+            workers = filter(self._counts, reversed(self._roster.living()))
+            self._one_late = next(filter(self._is_late, workers), None)
         return self._one_late is not None
 
-    def _is_late(self, worker: Worker) -> bool:
-        """Return whether the next world waits for a living worker that is not ready."""
-        if worker.ready or worker.number in self._unwanted:
-            return False
+    def _counts(self, worker: Worker) -> bool:
+        """Return whether no next world begins without this worker, if it is wanted."""
         if self._succession.world is None:
-            return worker.host in self.first_hosts
-        return worker.number in self._succession.member_set
+            return worker.living and worker.host in self.first_hosts
+        return worker.living and worker.number in self._succession.member_set
+
+    def _is_late(self, worker: Worker) -> bool:
+        """Return whether the next world waits for one of the workers that it could wait for.
+
+        After a loss also for a rank that has to leave: it may alone hold the last commit.
+        """
+        if worker.ready:
+            return False
+        reset = self._succession.reset
+        is_rank = worker.number in self._succession.member_set
+        return worker.number not in self._unwanted or (
+            is_rank and reset is not None and reset.regrouped
+        )
 
     def _waits_for_all(self, now: float) -> bool:
         """Return whether the next world waits for all workers that have been started."""

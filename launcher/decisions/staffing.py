@@ -131,9 +131,29 @@ class Staffing:
         holders = [each for each in self.last_holders(now) if each in ready]
         successors = [each for each in ready if each not in holders]
         if not holders or not successors:
-            return ready
+            return self._with_last_commit(ready, now)
         newest = max(holders, key=lambda each: (each.commit, -self._ranks[each.number]))
         return [newest, *successors][: max(2, self._most())]
+
+    def _with_last_commit(self, chosen: list[Worker], now: float) -> list[Worker]:
+        """Return the chosen workers and, where none of them has the last commit, one that does.
+
+        That is a rank that has to leave, and committed before it heard of a loss. It leaves at the
+        commit after that.
+        """
+        last = max((each.commit for each in chosen), default=0)
+        ranks = [each for each in self.unwanted(now) if each.number in self._ranks]
+        ahead = [each for each in ranks if each.ready and each.commit > last]
+        if not chosen or not ahead:
+            return chosen
+        newest = max(ahead, key=lambda each: (each.commit, -self._ranks[each.number]))
+        own = self._ranks[newest.number]
+        before = [
+            index for index, each in enumerate(chosen, 1) if self._ranks.get(each.number, own) < own
+        ]
+        at = before[-1] if before else 0
+        most = max(2, self._most()) - 1
+        return [*chosen[:at], newest, *chosen[at:most]]
 
     # -- who is missing
 

@@ -402,3 +402,17 @@ def test_five_hundred_ranks_cost_one_decision_a_change(monkeypatch: pytest.Monke
     job.kill(17)
     assert len(job.members) == 511
     assert len(decisions) < 5
+
+
+def test_a_rank_that_has_to_leave_gives_its_commit_to_others_first() -> None:
+    """It has committed once more than others before it heard of a loss."""
+    job = Simulation({"a": 2, "b": 1}, num_proc=3, min_np=1)
+    job.commit(1)
+    job.discover({"a": 2})
+    job.processes[2].commit = 2
+    job.kill(1)
+    assert job.worlds[-1] == [2, [0, 2], 1, [0], 2]
+    job.commit(3)
+    job.pass_checks()
+    assert job.worlds[-1] == [3, [0], 0, [], 3]
+    assert job.processes[2].last("end") is not None
