@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -196,7 +195,7 @@ class ControlPlane:
         if host_of[self._rank] == host_of[ROOT]:
             self._set_clock_offset(0.0)  # All processes of a host share one monotonic clock.
         else:
-            self._send_up(ClockQuery(self._rank, time.monotonic_ns()))
+            self._send_up(ClockQuery(self._rank, self._clock_ns()))
 
     def _record_readiness(self, report: Report) -> None:
         """Show in the timeline which ranks are ready for which tensors."""
@@ -298,7 +297,7 @@ class ControlPlane:
 
     def _on_clock_query(self, message: ClockQuery) -> None:
         if self._tree.is_root:
-            self._send_down(ClockReply(message.rank, message.time_ns, time.monotonic_ns()))
+            self._send_down(ClockReply(message.rank, message.time_ns, self._clock_ns()))
         else:
             self._send_up(message)
 
@@ -306,8 +305,11 @@ class ControlPlane:
         if message.rank != self._rank:
             self._send_down(message)
             return
-        middle_ns = (message.asked_ns + time.monotonic_ns()) // 2
+        middle_ns = (message.asked_ns + self._clock_ns()) // 2
         self._set_clock_offset((message.answered_ns - middle_ns) / 1e9)
+
+    def _clock_ns(self) -> int:
+        return int(self._clock() * 1e9)
 
     def _set_clock_offset(self, seconds: float) -> None:
         log.debug("rank %d: the clock of rank 0 is ahead by %.6f s", self._rank, seconds)

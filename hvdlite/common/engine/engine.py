@@ -128,6 +128,7 @@ class Engine:
             transport.wake,
             config.cycle_time_ms / 1000,
             self._short_calls,
+            clock,
             enough=enough_bytes(self.topology, len(os.sched_getaffinity(0))),
         )
         self._autotuning: Autotuning | None = None
@@ -249,12 +250,16 @@ class Engine:
         The thread continues for as long as ranks below this one in the control tree need it. Errors
         of ranks that need this one say the `reason`, as in "rank 1 has ended by ...".
         """
+        self.begin_shutdown(reason)
+        self.departed.wait()
+
+    def begin_shutdown(self, reason: str = "") -> None:
+        """Depart as `shutdown`, without waiting: `departed` is set at the end."""
         self._departure_reason = reason
         self._shutdown_requested.set()
         if self._short_calls is not None:
             self._short_calls.close()
         self._transport.wake()
-        self.departed.wait()
 
     def abandon(self, error: HorovodInternalError) -> None:
         """Fail all handles, pending and later ones, with `error`; any thread, never waits.

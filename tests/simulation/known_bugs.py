@@ -1,0 +1,137 @@
+"""Mistakes that were mended once, each put back by undoing its mend in one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.collectives.table import SPECS, Effect
+from hvdlite.common.decisions.aggregator import Aggregator
+from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.engine.control_plane import ControlPlane
+from hvdlite.common.engine.engine import Engine
+from hvdlite.common.engine.response_memory import ResponseMemory
+from hvdlite.launcher.decisions.hosts import order_hosts
+from hvdlite.launcher.decisions.roster import Worker
+from hvdlite.launcher.decisions.staffing import Staffing
+
+KNOWN_BUGS: dict[str, Callable[[], Any]] = {}
+
+
+def bug(owner: Any, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let the decorated function take the place of a method, which it is given first."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        real = getattr(owner, method)
+
+        def put_back(self: Any, *arguments: Any, **options: Any) -> Any:
+            return function(real, self, *arguments, **options)
+
+        name = function.__name__.replace("_", " ")
+        KNOWN_BUGS[name] = lambda: patch.object(owner, method, put_back)
+        return function
+
+    return decorate
+
+
+@bug(Coordinator, "_join")
+def a_join_overtakes_what_its_rank_reports_again(
+    real: Any, self: Coordinator, state: Any, ranks: int, request: Any, now: float
+) -> None:
+    """The counts in the join, which tell that it has crossed an eviction, are not compared."""
+    real(self, state, ranks, request._replace(shape=(state.joins, state.evictions)), now)
+
+
+@bug(Coordinator, "_evict")
+def a_joined_rank_stays_excused_from_what_is_evicted(
+    real: Any, self: Coordinator, state: Any, bit: int
+) -> None:
+    state.bits.discard(bit)
+    real(self, state, bit)
+
+
+@bug(ResponseMemory, "evict")
+def a_join_that_crossed_an_eviction_is_not_repeated(
+    real: Any, self: ResponseMemory, eviction: Any
+) -> Any:
+    state = self._set(eviction.process_set_id)
+    join, state.join = state.join, None
+    try:
+        return real(self, eviction)
+    finally:
+        state.join = join
+
+
+@bug(Aggregator, "_receive_request")
+def a_join_overtakes_what_a_leader_holds(
+    real: Any, self: Aggregator, state: Any, process_set_id: int, ranks: int, request: Any, now: Any
+) -> None:
+    if SPECS[request.collective].effect is Effect.JOIN:
+        self._pass(state, process_set_id, {request: ranks})
+    else:
+        real(self, state, process_set_id, ranks, request, now)
+
+
+@bug(Coordinator, "_fail_all")
+def a_departure_with_a_join_outstanding(real: Any, self: Coordinator, state: Any) -> None:
+    """The ranks that have joined are not told that a member has left."""
+    join, state.join = state.join, None
+    real(self, state)
+    state.join = join
+
+
+@bug(Engine, "_drop_set")
+def what_waits_in_a_removed_set_is_forgotten(real: Any, self: Engine, process_set_id: int) -> None:
+    self._memory.forget_set(process_set_id)
+    self._inbox.remove(self._pending.pop_set(process_set_id))
+
+
+@bug(ControlPlane, "blame")
+def who_loses_a_connection_names_its_other_end(
+    real: Any, self: ControlPlane, lost: Any
+) -> HorovodInternalError:
+    """Although that rank has only heard sooner of the one that is to blame."""
+    return HorovodInternalError(str(lost), rank=lost.rank)
+
+
+@bug(Engine, "_negotiate_meanwhile")
+def a_rank_that_waits_for_data_hears_nothing(real: Any, self: Engine) -> None:
+    pass
+
+
+ELASTIC_BUGS: dict[str, Callable[[], Any]] = {}
+KNOWN_BUGS["a leader ends before those below it"] = lambda: patch.object(
+    ControlPlane,
+    "finished",
+    property(lambda self: not self.orders and self._rank in self._departed),
+)
+# The job ends when all its hosts are replaced, although others are on their way.
+ELASTIC_BUGS["the last host that leaves"] = lambda: patch.object(
+    Staffing, "_last_holders", lambda self, staying, now: []
+)
+ELASTIC_BUGS["a worker starts where another one has not ended"] = lambda: patch.object(
+    Worker, "ending", property(lambda self: False)
+)
+ELASTIC_BUGS["a newcomer is rank 0 while an older rank lives"] = lambda: patch.object(
+    Staffing,
+    "hosts_in_order",
+    lambda self, now: order_hosts(
+        self._assigned,
+        dict.fromkeys([*self._hosts.usable(now), *(w.host for w in self.last_holders(now))]),
+    ),
+)
+
+
+def _without_a_limit(self: Staffing, now: float) -> list[Worker]:
+    holders = self.last_holders(now)
+    return [each for each in self._divide(now)[1] if each not in holders]
+
+
+ELASTIC_BUGS["hosts that come back make more ranks than the job may have"] = lambda: patch.object(
+    Staffing, "unwanted", _without_a_limit
+)
+ELASTIC_BUGS["a rank that has to leave takes the last commit with it"] = lambda: patch.object(
+    Staffing, "_with_last_commit", lambda self, chosen, now: chosen
+)

@@ -1,0 +1,173 @@
+"""Cuts a failing program down to the fewest events that still fail in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+from tests.simulation.elastic import ElasticProgram, make_elastic_program, play_elastic
+from tests.simulation.programs import Epoch, Program, make_program
+from tests.simulation.ranks import play
+
+T = TypeVar("T")
+ORDERS = 10  # Of events, in which a smaller program is tried: each is a seed.
+MOST_PLAYS = 3000
+PLAIN = Program(0, ((0,),), (), jitter=0.0)
+
+
+def shrink(kind: Kind, job: Any) -> Any:
+    """Return the job of the smallest program found that breaks the invariant of `job`."""
+    seed, law = job.program.seed, job.broken.law
+    plays = 0
+    found = True
+    while found:
+        found = False
+        for smaller in kind.smaller(job.program):
+            for order in range(ORDERS):
+                plays += 1
+                if plays > MOST_PLAYS:
+                    return job
+                tried = kind.play(replace(smaller, seed=seed + 1_000_003 * order))
+                if tried.broken is not None and tried.broken.law == law:
+                    job, found = tried, True
+                    break
+            if found:
+                break
+    return job
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Yield programs that have one thing less, those that have much less first."""
+    for number in range(len(program.kills)):
+        yield replace(program, kills=_without(program.kills, number))
+    for number in range(len(program.quits)):
+        yield replace(program, quits=_without(program.quits, number))
+    for number in range(len(program.retunings)):
+        yield replace(program, retunings=_without(program.retunings, number))
+    if program.leaver is not None:
+        yield replace(program, leaver=None)
+    for number in range(len(program.epochs)):
+        yield replace(program, epochs=_without(program.epochs, number))
+    if program.size > 1:
+        yield _without_last_rank(program)
+    if len(program.hosts) > 1:
+        yield replace(program, hosts=(tuple(range(program.size)),))
+    for number, epoch in enumerate(program.epochs):
+        for smaller in _smaller_epochs(epoch):
+            epochs = (*program.epochs[:number], smaller, *program.epochs[number + 1 :])
+            yield replace(program, epochs=epochs)
+    for name in ("fan_out", "cache_capacity", "threshold_bytes", "cycle_time_ms", "stall_seconds",
+                 "latency", "jitter", "eager_bytes", "allreduce"):  # fmt: skip
+        plain = getattr(PLAIN, name)
+        if getattr(program, name) != plain:
+            yield replace(program, **{name: plain})
+
+
+def _smaller_epochs(epoch: Epoch) -> Iterator[Epoch]:
+    for number in range(len(epoch.calls)):
+        yield replace(epoch, calls=_without(epoch.calls, number))
+    if epoch.joins and len(set(epoch.rounds)) == 1:
+        yield replace(epoch, joins=False)
+    for number in range(len(epoch.messages)):
+        yield replace(epoch, messages=_without(epoch.messages, number))
+    if epoch.dangling:
+        yield replace(epoch, dangling=())
+    for index, rounds in enumerate(epoch.rounds):
+        if epoch.joins and rounds:
+            yield replace(epoch, rounds=_with(epoch.rounds, index, rounds - 1))
+    if not epoch.joins and max(epoch.rounds) > 1:
+        yield replace(epoch, rounds=tuple(rounds - 1 for rounds in epoch.rounds))
+    if not epoch.ordered:
+        yield replace(epoch, ordered=True)
+
+
+def _without_last_rank(program: Program) -> Program:
+    last = program.size - 1
+    hosts = tuple(tuple(rank for rank in host if rank != last) for host in program.hosts)
+    epochs = []
+    for epoch in program.epochs:
+        if epoch.members and last not in epoch.members:
+            epochs.append(epoch)
+            continue
+        members, rounds = epoch.members[:-1], epoch.rounds[:-1]
+        if not rounds:
+            continue
+        end = len(rounds)
+        root = max(range(end), key=rounds.__getitem__)
+        calls = tuple(
+            replace(call, root=root, odd=None if call.odd == end else call.odd)
+            for call in epoch.calls
+        )
+        dangling = tuple(each for each in epoch.dangling if each < end)
+        messages = (
+            replace(each, senders=tuple(sender for sender in each.senders if sender != last))
+            for each in epoch.messages
+            if each.receiver != last
+        )
+        if len(dangling) == end:
+            dangling = dangling[:-1]
+        epochs.append(
+            replace(
+                epoch,
+                members=members,
+                rounds=rounds,
+                calls=calls,
+                messages=tuple(each for each in messages if each.senders),
+                dangling=dangling,
+            )
+        )
+    return replace(
+        program,
+        hosts=tuple(host for host in hosts if host),
+        epochs=tuple(epochs),
+        kills=tuple(replace(kill, rank=min(kill.rank, last - 1)) for kill in program.kills),
+        quits=tuple(replace(each, rank=min(each.rank, last - 1)) for each in program.quits),
+        leaver=None if program.leaver is None else min(program.leaver, last - 1),
+    )
+
+
+def _without(items: tuple[T, ...], number: int) -> tuple[T, ...]:
+    return items[:number] + items[number + 1 :]
+
+
+def _with(items: tuple[int, ...], number: int, item: int) -> tuple[int, ...]:
+    return (*items[:number], item, *items[number + 1 :])
+
+
+# Elastic jobs.
+
+
+def _smaller_elastic(program: ElasticProgram) -> Iterator[ElasticProgram]:
+    for number in range(len(program.happenings)):
+        yield replace(program, happenings=_without(program.happenings, number))
+    if program.min_np > 1:
+        yield replace(program, min_np=1)
+    spare = sum(slots for _, slots in program.hosts) - program.min_np
+    for number, (_, slots) in enumerate(program.hosts):
+        if len(program.hosts) > 1 and slots <= spare:
+            yield replace(program, hosts=_without(program.hosts, number))
+    for number, (host, slots) in enumerate(program.hosts):
+        if slots > 1 and spare:
+            rest = program.hosts[number + 1 :]
+            yield replace(program, hosts=(*program.hosts[:number], (host, slots - 1), *rest))
+    if program.steps > 2:
+        yield replace(program, steps=program.steps // 2)
+    if program.max_np is not None:
+        yield replace(program, max_np=None)
+    if program.failures_by_host:
+        yield replace(program, failures_by_host=False)
+
+
+class Kind(NamedTuple):
+    """A kind of job: what makes the program of a seed, what plays it, and what cuts it down."""
+
+    make: Callable[[int], Any]
+    play: Callable[[Any], Any]
+    smaller: Callable[[Any], Iterator[Any]]
+
+
+KINDS = {
+    "ranks": Kind(make_program, play, _smaller),
+    "elastic": Kind(make_elastic_program, play_elastic, _smaller_elastic),
+}

@@ -1,0 +1,177 @@
+"""The world of a simulated job: virtual time, one seeded lot, and processes that run one at a time.
+
+A process is a real thread in which blocking code of the product runs unchanged. It runs only while
+it holds the baton, and hands it back where it would sleep, so the world alone decides who goes on
+next, and when. The same seed gives the same trace, to the byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from hvdlite.common.base.errors import HorovodInternalError
+
+Action = Callable[[], object]
+READING_SECONDS = 1e-8  # That pass between two looks at the clock.
+STUCK_SECONDS = 100.0  # Of real time, in which a process may hold the baton: a guard for tests.
+
+
+class KilledError(HorovodInternalError):
+    """What ends the thread of a process that was killed."""
+
+
+class BrokenError(AssertionError):
+    """An invariant does not hold; `law` is its name, the same in all runs that break it."""
+
+    def __init__(self, law: str, text: str) -> None:
+        super().__init__(f"{law}: {text}")
+        self.law = law
+
+
+@dataclass(order=True)
+class _Event:
+    time: float
+    number: int
+    action: Action = field(compare=False)
+
+
+class World:
+    """Virtual time and the events to come. Used by one thread at a time: whoever has the baton."""
+
+    def __init__(self, seed: int) -> None:
+        self.lot = random.Random(seed)
+        self.now = 0.0
+        self.trace: list[tuple[float, str, str]] = []
+        self.baton_is_back = threading.Semaphore(0)
+        self._events: list[_Event] = []
+        self._numbers = itertools.count()
+        self._processes: list[Process] = []
+
+    def clock(self) -> float:
+        """Return the time in seconds; code takes its time, however little it is."""
+        self.now += READING_SECONDS
+        return self.now
+
+    def after(self, seconds: float, action: Action) -> None:
+        """Let `action` happen in so many seconds."""
+        heapq.heappush(self._events, _Event(self.now + seconds, next(self._numbers), action))
+
+    def soon(self) -> float:
+        """Draw how long a process takes until it goes on: mostly at once, now and then long."""
+        if self.lot.random() < 0.003:
+            return 0.6 * self.lot.random()  # Less than who has lost a peer waits for the reason.
+        return self.lot.choice((1e-6, 5e-6, 2e-5, 1e-4, 2e-3)) * (1 + self.lot.random())
+
+    def tell(self, who: str, what: str) -> None:
+        """Add a line to the trace."""
+        self.trace.append((self.now, who, what))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Let events happen until a condition holds, or none is left."""
+        while self._events and not until():
+            event = heapq.heappop(self._events)
+            self.now = max(self.now, event.time)
+            event.action()
+
+    def process(self, name: str) -> Process:
+        """Return a new process, which has not begun."""
+        process = Process(self, name)
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+
+    def story(self) -> list[str]:
+        """Return the trace as lines."""
+        return [f"{time * 1000:12.3f} ms  {who:8} {what}" for time, who, what in self.trace]
+
+
+class Process:
+    """Code that sleeps only by `sleep_until`, in a thread of its own."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name = name
+        self.killed = False
+        self.ended = False
+        self.on_pause: Action = lambda: None  # Called when it has run for a while.
+        self._world = world
+        self._go = threading.Semaphore(0)
+        self._sleeps = False
+        self._resuming = False  # It will be resumed soon.
+        self._turn = 0  # Which of its sleeps it is: a timer of an earlier one does not count.
+
+    # -- called by the world
+
+    def begin(self, start: Action) -> None:
+        """Let `start` begin its thread, and run it up to its first sleep."""
+        start()
+        self._wait_for_baton()
+
+    def poke(self) -> None:
+        """Let it look soon whether it can go on."""
+        if not self._resuming and self._sleeps and not self.ended:
+            self._resuming = True
+            self._world.after(self._world.soon(), self._resume)
+
+    def kill(self) -> None:
+        """End it, without a word to others: whatever it waits for raises `KilledError`."""
+        if not self.killed and not self.ended:
+            self.killed = True
+            if self._sleeps:
+                self._hand_over()
+
+    def _resume(self) -> None:
+        self._resuming = False
+        if not self.ended and self._sleeps:
+            self._hand_over()
+            self.on_pause()
+
+    def _hand_over(self) -> None:
+        self._sleeps = False
+        self._go.release()
+        self._wait_for_baton()
+
+    def _wait_for_baton(self) -> None:
+        if not self._world.baton_is_back.acquire(timeout=STUCK_SECONDS):
+            raise BrokenError("processes yield", f"{self.name} neither sleeps nor ends")
+
+    # -- called in its thread
+
+    def sleep_until(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Sleep until `ready`, at most so many seconds; return whether it is."""
+        end = None if seconds is None else self._world.now + seconds
+        timer = False
+        while not self.killed:
+            if ready():
+                return True
+            if end is not None and self._world.now >= end:
+                return False
+            if end is not None and not timer:
+                timer = True
+                self._turn += 1
+                time_is_up = partial(self._time_is_up, self._turn)
+                self._world.after(end - self._world.now, time_is_up)
+            self._sleeps = True
+            self._world.baton_is_back.release()
+            self._go.acquire()
+        raise KilledError(f"{self.name} was killed", rank=-1)
+
+    def end(self) -> None:
+        """Give the baton back for good."""
+        if not self.ended:
+            self.ended = True
+            self._world.baton_is_back.release()
+
+    def _time_is_up(self, turn: int) -> None:
+        if turn == self._turn and self._sleeps and not self.ended:
+            self._hand_over()
+            self.on_pause()
