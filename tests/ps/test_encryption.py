@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
+import sys
 import threading
-from collections.abc import Callable
 from itertools import count
 
 import pytest
 
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.loop import Loop
-from hvdlite.ps.connections.encryption import Encryption, N, _times, certificate
+from hvdlite.ps.connections.encryption import Encryption, certificate
 
-CHECK_OWN_SIGNATURE = 0x4000  # X509_V_FLAG_CHECK_SS_SIGNATURE, which Python does not name.
 LIMIT_SECONDS = 20.0
 
 
@@ -75,42 +74,17 @@ def test_who_has_another_token_gets_no_further(swapped: bool) -> None:
     assert b"weight" not in wire
 
 
-@pytest.mark.parametrize("token", [b"", b"a token", b"\0" * 64, bytes(range(256))])
-def test_openssl_agrees_with_key_certificate_and_signature(
-    token: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("key") / "key.pem"
-    path.write_text(certificate(token))
-    contexts: list[Callable[..., ssl.SSLSocket]] = []
-    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-        context = ssl.SSLContext(protocol)
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.verify_flags |= CHECK_OWN_SIGNATURE
-        context.load_verify_locations(str(path))
-        context.load_cert_chain(path)  # Raises where the key is not that of the certificate.
-        contexts.append(context.wrap_socket)
-    ends = socket.socketpair()
-    for end in ends:
-        end.settimeout(LIMIT_SECONDS)
-    served: list[ssl.SSLSocket] = []
-    thread = threading.Thread(
-        target=lambda: served.append(contexts[0](ends[0], server_side=True)), daemon=True
+def test_both_ends_make_the_same_certificate_and_others_another_one() -> None:
+    assert certificate(b"a token") == certificate(b"a token")
+    assert (
+        len({pem for token in (b"a token", b"a tokem", b"\0" * 64) for pem in certificate(token)})
+        == 6
     )
-    thread.start()
-    with contexts[1](ends[1]) as connected:
-        thread.join(LIMIT_SECONDS)
-        with served[0]:
-            assert connected.getpeercert(binary_form=True) == served[0].getpeercert(
-                binary_form=True
-            )
 
 
-def test_multiples_of_the_base_point_are_those_of_the_standard() -> None:
-    """The last one is the base point mirrored, as N times it is the point at infinity."""
-    x, y = _times(2)
-    assert x == 0x7CF27B188D034F7E8A52380304B51AC3C08969E277F21B35A60B48FC47669978
-    assert y == 0x07775510DB8ED040293D9AC69F7430DBBA7DADE63CE982299E04B79D227873D1
-    (mirrored_x, mirrored_y), (base_x, base_y) = _times(N - 1), _times(1)
-    p = 2**256 - 2**224 + 2**192 + 2**96 - 1
-    assert (mirrored_x, mirrored_y) == (base_x, p - base_y)
+def test_without_the_package_that_makes_certificates_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hvdlite\[ps\]'"):
+        Encryption(b"a token")
