@@ -62,6 +62,13 @@ class GivenAhead(AsyncDataLoaderMixin, Given):
     """Loads ahead."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> None:
+    """Look through the objects of earlier tests once, not in every test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())

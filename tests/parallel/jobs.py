@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdlite.launcher.processes.signals import die_with_parent
@@ -27,11 +28,18 @@ TCP, MPI, TCP_BY_MPIRUN = "tcp", "mpi", "tcp, by mpirun"
 transport = TCP
 
 
-def ranks(size: int, *command: str, hosts: Hosts | None = None) -> list[str]:
-    """The command line that runs `command` on `size` ranks, of this host or of `hosts`."""
+def ranks(
+    size: int, *command: str, hosts: Hosts | None = None, preload: Sequence[str] = ()
+) -> list[str]:
+    """The command line that runs `command` on `size` ranks, of this host or of `hosts`.
+
+    Without mpirun and `hosts`, the modules `preload` are imported once for all ranks.
+    """
     if transport != TCP:
         return [*(hosts.before if hosts else []), *mpirun(size, *command, hosts=hosts)]
     spelled = ["--hosts", hosts.spelled] if hosts else []
+    if preload and not hosts:
+        spelled = ["--preload", ",".join(preload)]
     return [sys.executable, "-m", "tests.parallel.start_ranks", *spelled, str(size), *command]
 
 

@@ -1,19 +1,25 @@
 """Starts ranks without MPI, as by hand: python -m tests.parallel.start_ranks SIZE COMMAND
 
     --hosts NAMESPACE:ADDRESS:SLOTS,...   on simulated hosts, of which the first serves the meeting
+    --preload MODULE,...                  once for all ranks, which are forked then and run COMMAND:
+                                          python -m MODULE ... or python -c PROGRAM ...
 
-The exit code is that of the first rank that failed. Ranks that are left go on when one has died.
+A framework takes seconds of a core to import, and so would each rank. The exit code is that of the
+first rank that failed. Ranks that are left go on when one has died.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import secrets
 import signal
 import subprocess
 import sys
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple, NoReturn
 
 from hvdlite.launcher.processes.signals import die_with_parent
 from tests.ports import LOOPBACK, free_port
@@ -41,31 +47,76 @@ def read_host(text: str) -> Host:
     return Host(namespace, address, int(slots))
 
 
+follow_parent = die_with_parent(signal.SIGKILL) or (lambda: None)
+
+
+def fork(command: list[str], variables: dict[str, str]) -> Callable[[], int]:
+    """Start a rank that has what this process has imported; return what waits for its exit code."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        return lambda: os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    follow_parent()
+    os.environ.update(variables)
+    run_python(*command[1:])
+
+
+def run_python(flag: str, program: str, *arguments: str) -> NoReturn:
+    """Run a module or a program as Python does after its start."""
+    sys.argv = [flag, *arguments]
+    if flag == "-m":
+        sys.modules.pop(program, None)  # runpy warns of a module that is there.
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    sys.exit()  # Not os._exit(): the engine serves other ranks until they have left, too.
+
+
+def start(command: list[str], variables: dict[str, str]) -> Callable[[], int]:
+    """Start a rank; return what waits for its exit code."""
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **variables},
+        preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - it makes one system call
+    ).wait
+
+
+def run_job(
+    begin: Callable[[list[str], dict[str, str]], Callable[[], int]],
+    commands: Sequence[list[str]],
+    address: str = LOOPBACK,
+) -> int:
+    """Run the commands of all ranks, of which the first serves the meeting; return the exit code.
+
+    `begin` is `start` or `fork`.
+    """
+    common = {
+        "HVDLITE_SIZE": str(len(commands)),
+        "HVDLITE_RENDEZVOUS": f"{address}:{free_port()}",
+        "HVDLITE_SECRET": secrets.token_hex(16),
+    }
+    ranks = [
+        begin(command, {**common, "HVDLITE_RANK": str(rank)})
+        for rank, command in enumerate(commands)
+    ]
+    codes = [wait() for wait in ranks]
+    return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+
 def main() -> int:
     """Start all ranks, and wait for them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--hosts", default="")
+    parser.add_argument("--preload", default="")
     parser.add_argument("size", type=int)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     given = [read_host(text) for text in filter(None, options.hosts.split(","))]
     hosts = given or [Host("", LOOPBACK, options.size)]
-    common = {
-        "HVDLITE_SIZE": str(options.size),
-        "HVDLITE_RENDEZVOUS": f"{hosts[0].address}:{free_port()}",
-        "HVDLITE_SECRET": secrets.token_hex(16),
-    }
-    where = [host for host in hosts for _ in range(host.slots)]
-    ranks = [
-        subprocess.Popen(
-            host.command(options.command),
-            env={**os.environ, **common, "HVDLITE_RANK": str(rank)},
-            preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - it makes one system call
-        )
-        for rank, host in enumerate(where)
-    ]
-    codes = [rank.wait() for rank in ranks]
-    return next((code if code > 0 else 128 - code for code in codes if code), 0)
+    for module in filter(None, options.preload.split(",")):
+        import_module(module)
+    commands = [host.command(options.command) for host in hosts for _ in range(host.slots)]
+    return run_job(fork if options.preload else start, commands, hosts[0].address)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not install
 
 SIZE = 3
 VICTIM = 1
+PRELOAD = ("torch.distributed.checkpoint", "torch.distributed.tensor", "hvdlite.torch")
 PROGRAM = """
 import os, signal, sys
 import torch
@@ -60,7 +61,8 @@ sys.stdout.write("saved all the same\\n")
 @pytest.mark.parametrize("where", ["prepare_local_plan", "write_data"])
 @pytest.mark.parametrize("by", ["hvd", "dcp"])
 def test_a_rank_that_is_killed_while_it_saves(by: str, where: str, tmp_path: Path) -> None:
-    command = ranks(SIZE, sys.executable, "-c", PROGRAM, by, where, str(tmp_path))
+    words = (sys.executable, "-c", PROGRAM, by, where, str(tmp_path))
+    command = ranks(SIZE, *words, preload=PRELOAD)
     done = run_command(command, timeout=100, VICTIM=str(VICTIM))
     assert done.returncode != 0 and "saved all the same" not in done.stdout, done.stdout
     heard = [line for line in done.stdout.splitlines() if " heard: " in line]

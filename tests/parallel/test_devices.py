@@ -12,7 +12,8 @@ pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
 
 def test_training_on_devices_has_the_bits_of_one_process() -> None:
-    command = ranks(2, sys.executable, "-m", "tests.parallel.worker_devices")
+    worker = (sys.executable, "-m", "tests.parallel.worker_devices")
+    command = ranks(2, *worker, preload=("tests.lean", "hvdlite.torch"))
     result = run_command(command, timeout=60, HVDLITE_DEVICES="gloo")
     assert result.returncode == 0, result.stdout
     for rank in range(2):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.parallel.jobs import MPI, TCP, ranks, run_command
 
+PRELOAD = ("tests.lean", "tests.keras.training")
 KERAS3 = (3, "tensorflow", {})
 TORCH = (3, "torch", {"KERAS_BACKEND": "torch"})
 KERAS2 = (2, "tf_keras", {"TF_USE_LEGACY_KERAS": "1"})
@@ -31,7 +32,7 @@ def test_training(size: int, needed: str, variables: dict[str, str]) -> None:
     for module in ("keras", needed):
         if find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-    command = ranks(size, sys.executable, "-m", "tests.parallel.worker_keras")
+    command = ranks(size, sys.executable, "-m", "tests.parallel.worker_keras", preload=PRELOAD)
     result = run_command(command, timeout=100, TF_CPP_MIN_LOG_LEVEL="2", **variables)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout

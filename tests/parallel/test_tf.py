@@ -25,7 +25,8 @@ def over_transports(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def run(size: int, *arguments: str, lost: int = 0, **variables: str) -> None:
-    command = ranks(size, sys.executable, "-m", "tests.parallel.worker_tf_graph", *arguments)
+    worker = (sys.executable, "-m", "tests.parallel.worker_tf_graph", *arguments)
+    command = ranks(size, *worker, preload=("tests.lean", "hvdlite.tf"))
     result = run_command(command, timeout=LIMIT_SECONDS, TF_CPP_MIN_LOG_LEVEL="2", **variables)
     assert lost or result.returncode == 0, result.stdout  # a lost rank is a failure
     assert result.stdout.count("is content") == size - lost, result.stdout

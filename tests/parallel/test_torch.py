@@ -10,6 +10,7 @@ from tests.parallel.jobs import MPI, TCP, ranks, run_command
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
+PRELOAD = ("tests.lean", "hvdlite.torch")
 pytestmark = pytest.mark.usefixtures("transport")
 
 
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("transport")
     indirect=["transport"],
 )
 def test_training(size: int, method: str) -> None:
-    command = ranks(size, sys.executable, "-m", "tests.parallel.worker_torch", method)
+    command = ranks(
+        size, sys.executable, "-m", "tests.parallel.worker_torch", method, preload=PRELOAD
+    )
     result = run_command(command, timeout=100)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout

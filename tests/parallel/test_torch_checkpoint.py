@@ -15,7 +15,8 @@ pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not install
 
 def run(size: int, call: str, folder: Path, rows: int) -> None:
     worker = (sys.executable, "-m", "tests.parallel.worker_checkpoint")
-    result = run_command(ranks(size, *worker, call, str(folder), str(rows)), timeout=100)
+    words = (*worker, call, str(folder), str(rows))
+    result = run_command(ranks(size, *words, preload=worker[-1:]), timeout=100)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout
 

@@ -35,3 +35,7 @@ def main() -> None:
         seconds = time.monotonic() - start
         line = f"KILLED {hvd.rank()} {type(error).__name__} {seconds:.2f} {text}\n"
         os.write(1, line.encode())  # In one piece.
+
+
+if __name__ == "__main__":
+    main()
