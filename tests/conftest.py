@@ -38,6 +38,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 TESTS = Path(__file__).parent
 MPI_FOLDERS = {"parallel", "launcher", "hosts"}
 HOSTS_FOLDERS = {"hosts", "slurm"}
+# Many combinations of one thing, or what is built: the fast loop does without.
+THOROUGH = (
+    "common/api/test_collectives_matrix.py",
+    "common/collectives/",
+    "common/engine/test_random_joins.py",
+    "common/engine/test_random_order.py",
+    "elastic_driver/test_orders.py",
+    "test_wheel.py",
+)
 FRAMEWORKS = {
     "keras": os.environ.get("KERAS_BACKEND", "tf"),
     "ray": "ray",
@@ -48,7 +57,7 @@ FRAMEWORKS = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the markers `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf` and `torch`."""
+    """Add the markers `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf`, `thorough` and `torch`."""
     for item in items:
         for marker in markers(item.path.relative_to(TESTS)):
             item.add_marker(marker)
@@ -77,6 +86,8 @@ def markers(path: Path) -> Iterator[str]:
     if folders & MPI_FOLDERS:
         yield "mpi"
     yield from sorted(folders & HOSTS_FOLDERS)
+    if str(path).startswith(THOROUGH):
+        yield "thorough"
     words = folders | set(path.stem.split("_"))
     for framework in sorted({marker for word, marker in FRAMEWORKS.items() if word in words}):
         yield {"tensorflow": "tf"}.get(framework, framework)

@@ -34,6 +34,24 @@ SEPARATE = (
 CLUSTERS = ("tests/hosts/slurm/", "tests/hosts/", "tests/ray/", "tests/spark/")
 # Files among the separate ones of which all tests look at one job.
 TOGETHER = ("tests/parallel/test_process_group.py",)
+# What takes longest comes first, so that no worker is left with it at the end.
+LONG = (
+    "tests/keras/test_elsewhere.py",
+    "tests/test_style.py",
+    "tests/parallel/test_process_group.py",
+    "tests/parallel/test_torch_checkpoint.py",
+    "tests/parallel/test_torch_sharding.py",
+    "tests/parallel/test_tf",
+    "tests/parallel/test_examples.py",
+    "tests/parallel/test_wheel.py",
+    "tests/launcher/elastic/test_tutorial.py",
+    "tests/common/collectives/",
+    "tests/ps/test_page.py",
+    "tests/ps/test_scenarios.py",
+    "tests/parallel/test_benchmarks.py",
+    "tests/parallel/test_torch",
+    "tests/elastic/test_training.py",
+)
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -86,11 +104,10 @@ def unit(test: str) -> str:
 def mix(items: list[pytest.Item]) -> None:
     """Sort tests so that both kinds of units alternate, and long ones come first."""
     tests_of = Counter(unit(item.nodeid) for item in items)
-    slow = {unit(item.nodeid) for item in items if item.get_closest_marker("slow")}
     places: dict[str, float] = {}
     for separate in (True, False):
         kind = [each for each in tests_of if each.startswith(SEPARATE) == separate]
-        kind.sort(key=lambda each: (each not in slow, -tests_of[each]))
+        kind.sort(key=lambda each: (not each.startswith(LONG), -tests_of[each]))
         places.update({each: number / len(kind) for number, each in enumerate(kind)})
     items.sort(key=lambda item: (places[unit(item.nodeid)], unit(item.nodeid)))
 

@@ -15,6 +15,13 @@ def abc(**plan: object) -> Simulation:
     return running({"a": 2, "b": 2, "c": 2}, **plan)
 
 
+def test_a_lost_host_is_excluded_like_one_whose_worker_has_failed() -> None:
+    job = abc()
+    job.lose_host("b")
+    job.wait(10000)
+    assert job.hosts == "aacc" and "b" not in job.agents
+
+
 @pytest.mark.parametrize("code", [1, 137])
 def test_a_failure_that_excludes_its_host(code: int) -> None:
     job = abc()

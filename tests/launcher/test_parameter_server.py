@@ -96,4 +96,4 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
         process.send_signal(number)
         process.communicate(timeout=30)
         assert process.returncode == 128 + number
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 25

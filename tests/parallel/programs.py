@@ -160,7 +160,7 @@ def killed() -> None:
     except hvd.HorovodInternalError as error:
         seconds = time.monotonic() - start
         assert f"rank {victim} is gone" in str(error) and error.rank == victim, error
-        assert seconds < 5, seconds
+        assert seconds < 30, seconds
 
 
 def raises() -> None:
@@ -310,7 +310,7 @@ def forks() -> None:
     sleeper = os.fork()
     if sleeper == 0:
         os.closerange(0, 3)  # or it would keep the job's output open
-        time.sleep(30)
+        time.sleep(100)
         os._exit(0)
     if hvd.rank() == 0:
         os.kill(sleeper, signal.SIGKILL)
@@ -325,7 +325,7 @@ def forks() -> None:
         while True:
             hvd.allreduce(np.ones(1), name="orphan")
     except hvd.HorovodInternalError as error:
-        assert error.rank == 1 and time.monotonic() - start < 5
+        assert error.rank == 1 and time.monotonic() - start < 50
 
 
 def interrupted() -> None:

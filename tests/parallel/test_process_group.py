@@ -116,7 +116,7 @@ def test_a_killed_rank(results: Results) -> None:
     assert sorted(rank for rank, *_ in found) == ["0", "1"], results.output()
     for _, kind, seconds, text in found:
         assert kind in ("HorovodInternalError", "RuntimeError"), found
-        assert "rank 2" in text and float(seconds) < 5, found
+        assert "rank 2" in text and float(seconds) < 30, found
 
 
 @pytest.mark.soak

@@ -137,10 +137,10 @@ def test_many_equal_layers() -> None:
         operators.append(matmul(out, (before, shape), (f"{out}.w", shape), f"{out}.y"))
         operators.append(elementwise(f"{layer}.add", [(x, shape), (f"{out}.y", shape)], out))
         x = out
-    started = time.monotonic()
+    started = time.process_time()
     found = search(operators, {}, 8, True, Ends({}, ["x"], [x]))
     assert len(found) == len(operators)
-    assert time.monotonic() - started < 10, "they take less than one second alone"
+    assert time.process_time() - started < 10, "they take less than one second alone"
 
 
 def test_an_operator_with_many_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

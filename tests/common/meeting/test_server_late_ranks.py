@@ -221,7 +221,7 @@ def test_a_rank_that_is_lost_in_the_middle_ends_the_wait_of_the_others(hosted: b
         began = time.monotonic()
         with pytest.raises(HorovodInternalError, match="rank 2 has left") as raised:
             exchange.allgather(b"")
-        assert raised.value.rank == 2 and time.monotonic() - began < 5
+        assert raised.value.rank == 2 and time.monotonic() - began < LIMIT / 2
         exchange.close()
 
     run_threads(3, rank_main)

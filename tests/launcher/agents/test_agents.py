@@ -447,7 +447,7 @@ def test_a_host_that_hangs_in_ssh_is_named_in_time(tmp_path: Path) -> None:
     variables = make_ssh(tmp_path, before="exec sleep 600")
     begin = time.monotonic()
     done = launch("--start-timeout", "1", *HOSTS, "true", **variables)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 40
     assert done.returncode == 1
     assert "on other had not started after 1 seconds (--start-timeout)" in done.stderr
     assert done.stderr.count("\n") == 1

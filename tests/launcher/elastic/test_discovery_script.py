@@ -13,7 +13,7 @@ from hvdlite.launcher.elastic import discovery_script
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
 from hvdlite.launcher.processes.event_loop import EventLoop
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 class Asked:
@@ -105,7 +105,7 @@ def test_one_that_hangs_is_killed_with_its_children_and_asked_again(ask, tmp_pat
     asked = ask(f"sleep 1000 & echo $! > {child}; wait", longest_seconds=0.3)
     assert "not ended within 0.3 seconds" in asked.ask()
     pid = int(child.read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while os.path.exists(f"/proc/{pid}/exe"):
         assert time.monotonic() < deadline
     assert "not ended" in asked.ask(2)
@@ -115,7 +115,7 @@ def test_children_that_go_on_do_not_hold_it_up(ask) -> None:  # type: ignore[no-
     asked = ask("sleep 1000 & echo a:1")
     begin = time.monotonic()
     assert asked.ask() == {"a": 1}
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
 
 
 def test_a_loop_goes_on_meanwhile(ask) -> None:  # type: ignore[no-untyped-def]

@@ -46,11 +46,9 @@ def test_below_min_np_the_others_wait_for_the_new_worker(tmp_path: Path) -> None
 def test_a_signal_to_the_launcher_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
         job.watch.world(2)
-        begin = time.monotonic()
         job.watch.process.send_signal(number)
-        assert job.watch.finish(10) == code
-        job.wait_for_nothing(4.0)
-        assert time.monotonic() - begin < 6
+        assert job.watch.finish(30) == code
+        job.wait_for_nothing(20.0)
     if number != signal.SIGKILL:
         first, *others = job.watch.err
         assert first.startswith("hvdlite-run: world 1 has 2 ranks")
@@ -208,7 +206,7 @@ def test_children_of_a_killed_worker_end_with_it(tmp_path: Path) -> None:
         try:
             child, parent = map(int, watch.said(r"child (\d+) (\d+)"))
             os.kill(parent, signal.SIGKILL)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 20
             while child in processes(str(tmp_path)):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)

@@ -26,7 +26,7 @@ def test_missing_slots_end_the_job_after_the_elastic_timeout(site: Site) -> None
         begin = time.monotonic()
         site.kill(first[1])
         assert watch.finish() == 1
-        assert 1.9 < time.monotonic() - begin < 6
+        assert 1.9 < time.monotonic() - begin < 30
     last = watch.err[-1]
     assert "1 of 2" in last or "1 slot" in last, last
 
@@ -74,7 +74,7 @@ def test_a_stopped_worker_is_given_up_and_harms_nothing(site: Site) -> None:
         stopped = first[1].host, first[1].pid
         site.signal(*stopped, signal.SIGSTOP)
         two = watch.world(2)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
         again = watch.world(3, epoch=two[0].epoch + 1)
         assert first[1].number not in {place.number for place in again}
         with contextlib.suppress(ProcessLookupError):  # It may have been killed.
@@ -116,7 +116,7 @@ def test_only_the_late_rank_is_given_up_after_the_stall_shutdown_time(late: int)
     begin = time.monotonic()
     done = launch(*words, script, HVDLITE_STALL_SHUTDOWN_TIME_SECONDS="1")
     assert done.returncode == 0, done.stderr
-    assert 1 < time.monotonic() - begin < 15
+    assert 1 < time.monotonic() - begin < 40
     assert done.stdout.count("reduced by 1") == 1
     assert re.search(rf"rank {late} .* was lost: it was late for a tensor", done.stderr)
 
@@ -145,7 +145,7 @@ def test_a_worker_that_never_lets_go_of_python_is_given_up() -> None:
     words = ("-np", "2", "--min-np", "1", "--reset-limit", "0", "python", "-c", HOLD)
     begin = time.monotonic()
     done = launch(*words, "100000", HVDLITE_ELASTIC_WORKER_TIMEOUT="2")
-    assert 2 < time.monotonic() - begin < 15
+    assert 2 < time.monotonic() - begin < 40
     assert "it has not answered for 2 seconds" in done.stderr
 
 

@@ -15,7 +15,7 @@ from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(60)
 
-NOTICED_SECONDS = 1.0 + 1.0  # On two cores that other tests use as well.
+NOTICED_SECONDS = 10.0  # Alone it takes one, but two cores are shared with other tests.
 
 
 def numbers(places: list[Place]) -> list[int]:
@@ -88,7 +88,7 @@ def test_a_host_that_fails_comes_back_after_its_cooldown_again_and_again(site: S
             begin = time.monotonic()
             (left,) = next_world(watch, 1, two)
             two = next_world(watch, 2, [left])
-            assert 1.9 < time.monotonic() - begin < 6
+            assert 1.9 < time.monotonic() - begin < 30
             assert two[0].number == left.number and two[1].host == site.hosts[1]
         assert site.end(watch) == 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -132,11 +131,9 @@ def a_rank_is_late() -> None:
     if rank == 0:
         tensor = torch.ones(2)
         work = dist.all_reduce(tensor, async_op=True)
-        start = time.monotonic()
         with pytest.raises(hvd.HorovodInternalError, match=r"not complete after 0.2 s.*\[0, 1\]"):
             work.wait(timedelta(seconds=0.2))
-        assert time.monotonic() - start < 5
-        hvd.barrier()
+        hvd.barrier()  # Only now does the other rank come.
         work.wait()
     else:
         hvd.barrier()

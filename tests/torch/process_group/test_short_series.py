@@ -99,7 +99,7 @@ def test_a_message_that_is_not_waited_for_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who reports a message tells the other side, which else waits out the limit."""
-    monkeypatch.setattr(short_call, "TIMEOUT_SECONDS", 5.0)
+    monkeypatch.setattr(short_call, "TIMEOUT_SECONDS", 40.0)
 
     def main(rank: int) -> None:
         hvd.barrier()
@@ -113,7 +113,7 @@ def test_a_message_that_is_not_waited_for_keeps_nobody_waiting(
             else:
                 group.recv(tensor.fill_(-1), 1 - rank).wait()
                 assert tensor.tolist() == [step] * 3
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 40
 
     run_ranks(2, main)
 
