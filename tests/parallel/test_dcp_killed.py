@@ -19,7 +19,10 @@ pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not install
 
 SIZE = 3
 VICTIM = 1
-PRELOAD = ("torch.distributed.checkpoint", "torch.distributed.tensor", "hvdlite.torch")
+PRELOAD = (
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"),
+    "hvdlite.torch",
+)
 PROGRAM = """
 import os, signal, sys
 import torch

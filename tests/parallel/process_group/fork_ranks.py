@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 
+import torch._dynamo  # noqa: F401 - an optimizer imports it
+
 from tests.parallel.process_group import killed, worker
 from tests.parallel.start_ranks import fork, run_job
 
