@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.logs import log
-from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
+from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Member, Membership
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import TensorSpec
@@ -196,29 +196,35 @@ class Scheduler:
                 return f"{role} {number} has not begun the table '{min(needed - tables)}'"
         return ""
 
+    def _member(self, peer: bytes) -> Member:
+        """Return the member that has sent a request of a role."""
+        member = self.membership.member_of(peer)
+        assert member is not None  # `answer` has seen to that.
+        return member
+
     def _changing(self, message: Message) -> Change | None:
         """Return the change that a message is about, unless it was given up."""
         change = self._change
         return change if change and change.identity == message.body["change"] else None
 
     def _report(self, peer: bytes, message: Message) -> list[Answer]:
-        member, change = self.membership.member_of(peer), self._changing(message)
-        if member is not None and change is not None:
+        member, change = self._member(peer), self._changing(message)
+        if change is not None:
             clocks = message.body["clocks"]
             if clocks.keys() >= self.registry.tables_of(member.number):
                 change.report(member.number, clocks)
         return [_answer(peer, message, "done")]
 
     def _stand(self, peer: bytes, message: Message) -> list[Answer]:
-        member, change = self.membership.member_of(peer), self._changing(message)
-        if member is not None and change is not None:
+        member, change = self._member(peer), self._changing(message)
+        if change is not None:
             tables = {name: (n, dict(steps)) for name, n, steps in message.body["tables"]}
             change.stand(member.number, tables)
         return [_answer(peer, message, "done")]
 
     def _plan(self, peer: bytes, message: Message) -> list[Answer]:
-        member, change = self.membership.member_of(peer), self._changing(message)
-        if member is None or change is None:
+        member, change = self._member(peer), self._changing(message)
+        if change is None:
             return [_answer(peer, message, "failed", why="the change was given up")]
         moves = [
             [move.key, move.start, move.stop, move.source, move.target]
@@ -228,8 +234,8 @@ class Scheduler:
         return [_answer(peer, message, "plan", moves=moves, tables=tables)]
 
     def _ready(self, peer: bytes, message: Message) -> list[Answer]:
-        member, change = self.membership.member_of(peer), self._changing(message)
-        if member is not None and change is not None:
+        member, change = self._member(peer), self._changing(message)
+        if change is not None:
             change.ready.add(member.number)
         return [_answer(peer, message, "done")]
 
@@ -252,9 +258,7 @@ class Scheduler:
     # -- checkpoints
 
     def _turn(self, peer: bytes, message: Message) -> list[Answer]:
-        member = self.membership.member_of(peer)
-        if member is None:
-            return [_answer(peer, message, "restarted")]
+        member = self._member(peer)
         workers, now = self.membership.workers(), time.time_ns()
         body = self._turns.ask(member.number, message.request, message.body, workers, now)
         return [] if body is None else [_answer(peer, message, "turn", **body)]
@@ -308,9 +312,7 @@ class Scheduler:
         return [_answer(peer, message, "done"), *self._open_barrier()]
 
     def _declare(self, peer: bytes, message: Message) -> list[Answer]:
-        member = self.membership.member_of(peer)
-        if member is None:
-            return [_answer(peer, message, "restarted")]
+        member = self._member(peer)
         if "specs" not in message.body:
             return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
         if self._change is not None and message.table not in self.registry.tables_of(member.number):
@@ -327,9 +329,7 @@ class Scheduler:
         return [_answer(peer, message, "layout", first_key=first_key, parts=rows, **about)]
 
     def _meet(self, peer: bytes, message: Message) -> list[Answer]:
-        member = self.membership.member_of(peer)
-        if member is None:
-            return [_answer(peer, message, "restarted")]
+        member = self._member(peer)
         count = int(message.body["count"])
         answer = _answer(peer, message, "done", count=count)
         if self.barrier.has_passed(member.number, peer, count):  # Its answer was lost.

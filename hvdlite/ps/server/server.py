@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.ps.cluster.membership import SERVER
@@ -10,7 +10,6 @@ from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import REPLACES, Answer, Message, role_of
 from hvdlite.ps.connections.records import OFF, Records
 from hvdlite.ps.layouts.blocks import Array
-from hvdlite.ps.server.priorities import by_priority
 from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_table import RowTable
@@ -289,3 +288,18 @@ class Server:
         return Answer(
             peer, Message("failed", message.request, message.table, 0, self._incarnation, body)
         )
+
+
+def by_priority(answers: Iterable[Answer], key_of: Callable[[str], int]) -> Iterator[Answer]:
+    """Yield answers in the order in which they are sent; `key_of` returns a table's first key.
+
+    Values come last, those of the table that was declared first before those of others: it has the
+    layers with which the next step of a worker begins. All other answers are sent at once.
+    """
+    values = []
+    for answer in answers:
+        if answer.message.kind == "values":
+            values.append(answer)
+        else:
+            yield answer
+    yield from sorted(values, key=lambda answer: key_of(answer.message.table))

@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections.messages import Message
-from hvdlite.ps.worker.shard import MovedError
 
 Done = Callable[[Message | Exception], None]
 Begin = Callable[[Done], object]
+
+
+class MovedError(HorovodInternalError):
+    """Other servers keep the table now: the request is to be made anew."""
 
 
 class OrderedOperations:

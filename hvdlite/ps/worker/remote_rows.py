@@ -18,7 +18,7 @@ from hvdlite.ps.tables.description import describe_table
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.tables.row_table import RowShare, merge_repeated
 from hvdlite.ps.tables.table import SKIP
-from hvdlite.ps.worker.ordered_operations import Done, OrderedOperations, joined, until_settled
+from hvdlite.ps.worker.ordered_operations import joined, until_settled
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.shard import Shard
 from hvdlite.ps.worker.table_shards import TableShards
@@ -35,7 +35,6 @@ class RemoteRows(TableShards):
         self.name, self.spec = spec.name, RowsSpec(*options.rows)
         self._tensor, self._options, self._links, self._worker = spec, options, links, worker
         shards = self._new_shards(answer)
-        self._operations = [OrderedOperations() for _ in shards]
         super().__init__(client, shards, options.mode, declaration, answer.body["layout"])
 
     def _new_shards(self, answer: Message) -> list[Shard]:
@@ -57,7 +56,6 @@ class RemoteRows(TableShards):
         for server, shard in enumerate(shards):
             before = old[min(server, len(old) - 1)]
             shard.take_over(before, before.version, ())
-        self._operations = [OrderedOperations() for _ in shards]
         self._replace_shards(shards, answer.body["layout"])
 
     def push(self, ids: Any, rows: Any, body: Mapping[str, Any] | None = None) -> Handle:
@@ -88,17 +86,6 @@ class RemoteRows(TableShards):
         self.gate.let_pass()
         return self._push_parts([()] * len(self._shards), {SKIP: True})
 
-    def _push_parts(self, parts: Sequence[Sequence[memoryview]], body: Mapping[str, Any]) -> Handle:
-        handles = [
-            self._ask(operations, partial(shard.push, body, payloads))
-            for shard, operations, payloads in zip(
-                self._shards, self._operations, parts, strict=True
-            )
-        ]
-        handle = joined(handles, lambda _: None)
-        handle.on_end(self.gate.answered)
-        return handle
-
     def pull(self, ids: Any) -> Handle:
         """Return a handle of the rows that the next step needs: an array of (len(ids), length).
 
@@ -111,16 +98,9 @@ class RemoteRows(TableShards):
 
     def _pull_once(self, ids: NDArray[np.int64]) -> Handle:
         """Return a handle of rows, or of `MovedError` where other servers keep them now."""
-        # A table that moves has its operations first, then its shards, then fails the old ones.
         shards = self._shards
-        every_operations = self._operations
         of_servers = _of_servers(ids, len(shards))
-        handles = [
-            self._ask(operations, partial(_pull, shard, [_bytes(ids[of_server])]))
-            for shard, operations, of_server in zip(
-                shards, every_operations, of_servers, strict=False
-            )
-        ]
+        handles = self._pull_parts(shards, [[_bytes(ids[each])] for each in of_servers])
 
         def finish(answers: list[Message]) -> Array:
             dtype = dtype_of(self.spec.dtype)
@@ -152,20 +132,11 @@ class RemoteRows(TableShards):
                     )
         return given.astype(np.int64, copy=False)
 
-    # -- parts
-
-    def _ask(self, operations: OrderedOperations, begin: Callable[[Done], object]) -> Handle:
-        return self._client.ask(lambda done: operations.add(begin, done))
-
 
 def _of_servers(ids: NDArray[np.int64], servers: int) -> list[NDArray[np.intp]]:
     """Return where the rows of each server are in `ids`."""
     owners = ids % servers
     return [np.flatnonzero(owners == server) for server in range(servers)]
-
-
-def _pull(shard: Shard, payloads: Sequence[memoryview], done: Done) -> None:
-    shard.pull(done, payloads)
 
 
 def _bytes(array: Array) -> memoryview:

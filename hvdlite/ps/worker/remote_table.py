@@ -16,9 +16,9 @@ from hvdlite.ps.layouts.layout import Layout, Part
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.description import describe_table
 from hvdlite.ps.tables.gradient_pieces import EarlySender, Gone, Rest, rest_of
-from hvdlite.ps.worker.ordered_operations import joined
+from hvdlite.ps.worker.ordered_operations import MovedError, joined
 from hvdlite.ps.worker.server_link import ServerLink
-from hvdlite.ps.worker.shard import MovedError, PsRolledBack, Shard
+from hvdlite.ps.worker.shard import PsRolledBack, Shard
 from hvdlite.ps.worker.table_shards import TableShards
 
 

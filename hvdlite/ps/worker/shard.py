@@ -16,6 +16,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.connections.messages import REPLACES, Buffer, Message
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.tables.gradient_pieces import Rest
+from hvdlite.ps.worker.ordered_operations import MovedError, OrderedOperations
 
 
 class PsRolledBack(HorovodInternalError):  # noqa: N818 - the name that users of other servers know
@@ -24,10 +25,6 @@ class PsRolledBack(HorovodInternalError):  # noqa: N818 - the name that users of
     def __init__(self, message: str, version: int) -> None:
         super().__init__(message, job_goes_on=True)
         self.version = version
-
-
-class MovedError(HorovodInternalError):
-    """Other servers keep the table now: the request is to be made anew."""
 
 
 @dataclass
@@ -48,6 +45,7 @@ class Shard:
         self.table, self.server, self._worker = table, server, worker
         self.version = -1  # Of the last values that were pulled.
         self.clock = 0  # Of the next step.
+        self.operations = OrderedOperations()  # Pushes and pulls of which nobody awaits each.
         self.layout = layout  # Its version, in which the server is to know the table.
         self._description = dict(description)
         self._first_values = values

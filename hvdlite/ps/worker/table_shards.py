@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections.client import Client
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.tables.clocks import SYNC
-from hvdlite.ps.worker.shard import MovedError, PsRolledBack, Shard
+from hvdlite.ps.worker.ordered_operations import MovedError, joined
+from hvdlite.ps.worker.shard import PsRolledBack, Shard
 
 LOOK_SECONDS = 0.2  # How often a thread that is held back looks whether a server is lost.
 MOST_SKEW = 2  # How far the clocks may be apart that servers give to a worker that joins.
@@ -182,6 +185,25 @@ class TableShards:
         error, self._rolled_back = self._rolled_back, None
         if error is not None:
             raise error
+
+    def _push_parts(self, parts: Sequence[Sequence[Buffer]], body: Mapping[str, Any]) -> Handle:
+        """Push a step that the gate has let pass, to each server after what was asked before."""
+        handles = [
+            self._client.ask(partial(shard.operations.add, partial(shard.push, body, payloads)))
+            for shard, payloads in zip(self._shards, parts, strict=True)
+        ]
+        handle = joined(handles, lambda _: None)
+        handle.on_end(self.gate.answered)
+        return handle
+
+    def _pull_parts(
+        self, shards: Sequence[Shard], asked: Sequence[Sequence[Buffer]]
+    ) -> list[Handle]:
+        """Pull what is asked of each server, after what was asked before."""
+        return [
+            self._client.ask(partial(shard.operations.add, partial(shard.pull, payloads=payloads)))
+            for shard, payloads in zip(shards, asked, strict=True)
+        ]
 
     def move(self, answer: Message) -> None:
         """Go to the servers of the next layout, in the client; nothing is pushed meanwhile."""

@@ -18,10 +18,10 @@ from hvdlite.ps.connections.records import Records
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.worker.layout_follower import LayoutFollower
+from hvdlite.ps.worker.ordered_operations import MovedError
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.server_link import ServerLink
-from hvdlite.ps.worker.shard import MovedError
 from hvdlite.ps.worker.table_shards import TableShards
 
 WATCH_SECONDS = 1.0
