@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.ps import processes
 from tests.ps.digits import accuracy, network, train_in_one
 from tests.ps.processes import Cluster, cluster
 from tests.ps.scripts import raw_pushes
 from tests.ps.scripts.torch_digits import main, main_in_parts
 from tests.ps.sites import Site
+from tests.ps.soak import LIMIT_SECONDS, run
 from tests.ps.test_torch import same
 
 soak = pytest.mark.soak
@@ -189,6 +191,13 @@ def test_idle_processes_use_no_processor(site: Site) -> None:
     print(json.dumps(shares))
     assert shares.pop("scheduler0") < 2 * IDLE_SHARE  # It hears the beats of all others.
     assert max(shares.values()) < IDLE_SHARE, shares
+
+
+@soak
+@pytest.mark.timeout(1200)
+def test_random_jobs_have_the_values_of_an_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LIMIT_SECONDS", LIMIT_SECONDS)
+    run(["--jobs", "5", "--seed", "1"])
 
 
 def used(job: Cluster) -> dict[str, float]:
