@@ -10,6 +10,7 @@ output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
 
     meshes       device meshes over hvdlite, layouts and placements on them
     tracing      the operators of a module, from a run without values
+    record       what that run leaves: operators, and calls of them
     rules        how each operator of torch may be cut
     plans        strategies for all of them, and what they cost
     lowering     the planned part as a graph on local tensors

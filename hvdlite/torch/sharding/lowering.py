@@ -22,8 +22,9 @@ from hvdlite.common.layouts.transfer import bytes_to_receive
 from hvdlite.torch.sharding import pieces
 from hvdlite.torch.sharding.collectives import Collectives
 from hvdlite.torch.sharding.moves import Move, Summed
+from hvdlite.torch.sharding.record import Call, is_ref
 from hvdlite.torch.sharding.shares import scale_gradient, share_layout
-from hvdlite.torch.sharding.tracing import Call, Traced, is_ref
+from hvdlite.torch.sharding.tracing import Traced
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class _Value:
 
 @dataclass
 class _Site:
-    """What a rule is told of this rank; see `rules.Site`."""
+    """What a rule is told of this rank; see `rules.rule.Site`."""
 
     cuts: Sequence[int]
     matrix: tuple[int, ...]

@@ -30,7 +30,8 @@ from hvdlite.common.layouts.propagation import (
 )
 from hvdlite.common.layouts.search import Ends
 from hvdlite.common.runtime.current import find
-from hvdlite.torch.sharding.tracing import Trace, Traced, trace
+from hvdlite.torch.sharding.record import Record
+from hvdlite.torch.sharding.tracing import Traced, trace
 
 _STRATEGY = "_hvdlite_strategy"
 
@@ -206,7 +207,7 @@ def refuse_keras(target: Any) -> None:
 
 
 def _by_operators(
-    configured: Mapping[str, Strategy], module: torch.nn.Module, recorder: Trace
+    configured: Mapping[str, Strategy], module: torch.nn.Module, recorder: Record
 ) -> dict[str, Strategy]:
     """Return strategies by the names of operators: that of the module itself is its first one's."""
     found = dict(configured)

@@ -32,8 +32,9 @@ from hvdlite.torch.sharding.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import nearest_placements
 from hvdlite.torch.sharding.plans import Plan, named_tensors, plan, refuse_keras
+from hvdlite.torch.sharding.record import is_ref
 from hvdlite.torch.sharding.shares import check_shares, gathered, whole_batch
-from hvdlite.torch.sharding.tracing import ORIGINAL, is_ref
+from hvdlite.torch.sharding.tracing import ORIGINAL
 
 F = TypeVar("F", bound=Callable[..., Any])
 # The cuts of each input or output, or None for those that are left to propagation.

@@ -1,0 +1,442 @@
+"""The record of the operators of a module, while it runs on meta tensors.
+
+The record has two sides: `Operator`s, which say how each may be cut, and `Call`s, which say what
+runs. Both name tensors alike, and one call has one operator, but for those with several results.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hvdlite.common.layouts.operators import Operand, Operator
+from hvdlite.torch.sharding import pieces
+from hvdlite.torch.sharding.rules import products
+from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
+from hvdlite.torch.sharding.rules.rule import Rule, tensors_of
+from hvdlite.torch.sharding.rules.table import rule_of
+
+aten = torch.ops.aten
+# Operators that are nothing on tensors without values.
+_NOTHING = {"lift_fresh", "detach_", "set_data", "requires_grad_"}
+_NEW = {
+    "new_zeros": aten.zeros.default, "new_ones": aten.ones.default, "new_full": aten.full.default,
+    "new_empty": aten.empty.memory_format,
+}  # fmt: skip
+
+
+def _refuse_own_derivatives(tracer: CodeType) -> None:
+    """Raise `ValueError` inside an `autograd.Function` that is not torch's own.
+
+    The record has the operators of its forward; what it has written as their derivative would be
+    replaced by another one without a word. `tracer` is the code that runs the module.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not tracer:
+        if frame.f_code is _APPLY:
+            kind = frame.f_locals["cls"]
+            if not kind.__module__.startswith("torch."):
+                raise ValueError(
+                    f"{kind.__qualname__} has a backward() of its own, and a sharded part takes "
+                    "the derivatives of the operators in its forward(): call it outside of the part"
+                )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among the arguments of a call, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator as it runs: `operator` is its name in the plan, None for one without inputs.
+
+    `outputs` are the names of its results; `picks` are their places where it returns several.
+    `draws`: it draws random numbers. `changes`: the parameter or buffer that it changes in place.
+    `detached`: it ran while gradients were switched off. `bias`: what the next call adds to this
+    product, if that is all that happens to it.
+    """
+
+    operator: str | None
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[str, ...]
+    picks: tuple[int, ...] = ()
+    rule: Rule | None = None
+    draws: bool = False
+    changes: str | None = None
+    detached: bool = False
+    bias: str | None = None
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the tensors that it takes, in order."""
+        return [each.name for each in tree_leaves((self.args, self.kwargs)) if is_ref(each)]
+
+
+def is_ref(value: Any) -> bool:
+    """Return whether an argument of a call is a tensor."""
+    return isinstance(value, Ref)
+
+
+class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operators, named by the module that they run in."""
+
+    def __init__(
+        self, names: Mapping[int, str], leaves: Mapping[str, torch.Tensor], tracer: CodeType
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[Operator] = []
+        self.calls: list[Call] = []
+        # Tensors with values that the module has beside its parameters and buffers.
+        self.constants: dict[str, torch.Tensor] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        # The operators that have no rule.
+        self.whole: set[str] = set()
+        self.path: list[str] = []
+        # The first operator that runs in no submodule.
+        self.first: str | None = None
+        self._names = dict(names)
+        self._tracer = tracer
+        self._leaves = set(leaves)
+        # All tensors stay alive, so that their ids stay theirs.
+        self._kept: list[Any] = []
+        self._by_storage: dict[int, set[int]] = {}
+        # What a view of it has changed since, by ids, with the operator that did it.
+        self._stale: dict[int, str] = {}
+        self._used: set[str] = set()
+        self._stand_ins: dict[int, torch.Tensor] = {}
+        for tensor in leaves.values():
+            self.know(tensor, self._names[id(tensor)])
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, and note it."""
+        _refuse_own_derivatives(self._tracer)
+        given = tree_map(self._without_values, (tuple(args), dict(kwargs or {})))
+        args, options = given
+        kwargs = dict(options)
+        if "device" in kwargs or not tensors_of(args, kwargs):
+            kwargs = self._on_meta(function, kwargs)
+        name = function._schema.name.partition("::")[2]
+        if name in _NOTHING:
+            return args[0]
+        result = function(*args, **kwargs)
+        for each in tensors_of(args, kwargs):
+            self.check_fresh(each, name)
+        if function._schema.is_mutable:
+            self._in_place(function, name, args, kwargs, result)
+        else:
+            self._record(function, name, args, kwargs, result)
+        return result
+
+    def check_fresh(self, tensor: torch.Tensor, user: str) -> None:
+        """Raise `ValueError` for a tensor that a view of it has changed since."""
+        if id(tensor) in self._stale:
+            raise ValueError(
+                f"{self._stale[id(tensor)]} changes a tensor in place of which a view is used "
+                f"afterwards, by {user}: write it without changing in place, as a sharded part "
+                "runs on tensors of its own"
+            )
+
+    def name(self, tensor: torch.Tensor) -> str:
+        """Return the name of a tensor, which is a new one for one that was not seen before."""
+        if id(tensor) not in self._names:
+            self.know(tensor, f"%{len(self._kept)}")
+        return self._names[id(tensor)]
+
+    def know(self, tensor: torch.Tensor, name: str) -> None:
+        """Give a tensor a name."""
+        self._names[id(tensor)] = name
+        self._kept.append(tensor)
+        self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
+        storage = tensor.untyped_storage()._cdata
+        self._by_storage.setdefault(storage, set()).add(id(tensor))
+
+    def _without_values(self, value: Any) -> Any:
+        """Return a stand-in for a tensor with values, which becomes a constant."""
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return value
+        if id(value) not in self._stand_ins:
+            stand_in = torch.empty_like(value, device="meta")
+            name = f"constant{len(self.constants)}"
+            self.constants[name] = value
+            self.know(stand_in, name)
+            self._stand_ins[id(value)] = stand_in
+        return self._stand_ins[id(value)]
+
+    @staticmethod
+    def _on_meta(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        takes = any(each.name == "device" for each in function._schema.arguments)
+        return {**kwargs, "device": torch.device("meta")} if takes else kwargs
+
+    def _in_place(
+        self, function: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Note an operator that changes its first argument as one with a new result."""
+        target = args[0] if args else None
+        packet = getattr(aten, name.removesuffix("_"), None)
+        overload = getattr(packet, function._overloadname, None)
+        if overload is None and name in _FUNCTIONAL:
+            overload = _FUNCTIONAL[name]
+        if result is not target or not isinstance(target, torch.Tensor) or overload is None:
+            raise ValueError(f"{function} changes tensors in place, which a sharded part cannot")
+        sharing = self._by_storage[target.untyped_storage()._cdata] - {id(target)}
+        own = self._names[id(target)]
+        if own in self._leaves:
+            if sharing:
+                raise ValueError(f"{function} changes {own}, which has views, in a sharded part")
+            self._record(function, name, args, kwargs, target, changes=own)
+            return
+        if any(self._names[each] in self._leaves for each in sharing):
+            raise ValueError(
+                f"{function} changes a part of a parameter or buffer in place, which a sharded "
+                "part cannot: keep it outside of the part"
+            )
+        self._stale |= dict.fromkeys(sharing, f"{self._path}{name}")
+        self._record(overload, name, args, kwargs, target, renames=True)
+
+    @property
+    def _path(self) -> str:
+        return f"{self.path[-1]}." if self.path else ""
+
+    def _record(
+        self,
+        function: Any,
+        name: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        result: Any,
+        changes: str | None = None,
+        renames: bool = False,
+    ) -> None:
+        given = tensors_of(args, kwargs)
+        results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if not results or (changes is None and not renames and _result_is_given(result, given)):
+            return
+        refs = tree_map(self._ref, (args, kwargs))
+        if renames:
+            self.know(result, f"%{len(self._kept)}")
+        if name in _NEW:
+            sizes, options = _new(name, args, kwargs, result)
+            self._factory(_NEW[name], sizes, options, result)
+        elif not given:
+            self._factory(function, args, kwargs, result)
+        elif name == "linear":
+            self._linear(args, result)
+        elif name in ("addmm", "baddbmm", "addmv", "addbmm") and name in _PRODUCTS:
+            self._product_and_sum(_PRODUCTS[name], args, kwargs, result)
+        elif name in _SEVERAL and function._overloadname in _SEVERAL[name]:
+            self._several(name, args, kwargs, result)
+        else:
+            rule = rule_of(function, args, kwargs, result)
+            self._call(function, refs, given, result, rule, changes)
+
+    def _ref(self, value: Any) -> Any:
+        return Ref(self.name(value)) if isinstance(value, torch.Tensor) else value
+
+    def _factory(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an operator that makes a tensor of none: each rank makes all of it."""
+        call = Call(
+            None, function, tuple(args), kwargs, (self.name(result),),
+            draws=_draws(function, args, kwargs),
+        )  # fmt: skip
+        self.calls.append(call)
+
+    def _call(
+        self,
+        function: Any,
+        refs: tuple[tuple[Any, ...], dict[str, Any]],
+        given: list[torch.Tensor],
+        result: Any,
+        rule: Rule | None,
+        changes: str | None = None,
+    ) -> None:
+        """Note a call, and how it may be cut: without a rule its inputs and results are whole."""
+        inputs = [(Ref(self.name(each)), tuple(each.shape)) for each in given]
+        if changes is not None:
+            rule = rule and replace(rule, is_view=True)
+        leaves = [result] if isinstance(result, torch.Tensor) else list(result)
+        places = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
+        if any(not isinstance(each, torch.Tensor) and each is not None for each in leaves):
+            raise ValueError(f"{function} returns lists of tensors, which a sharded part cannot")
+        names = [self._unique(function) for _ in places]
+        for name, place in zip(names, places, strict=True):
+            output = leaves[place]
+            self._operator(name, inputs, (self.name(output), tuple(output.shape)), rule, output)
+        if rule is None:
+            self.whole.add(names[0])
+        several = not isinstance(result, torch.Tensor)
+        self.calls.append(
+            Call(
+                names[0], function, refs[0], refs[1],
+                tuple(self.name(leaves[place]) for place in places),
+                tuple(places) if several else (), rule,
+                _draws(function, refs[0], refs[1]), changes, not torch.is_grad_enabled(),
+            )
+        )  # fmt: skip
+
+    def _operator(
+        self,
+        name: str,
+        inputs: Sequence[tuple[Ref, tuple[int, ...]]],
+        output: tuple[str, tuple[int, ...]],
+        rule: Rule | None,
+        like: torch.Tensor,
+    ) -> None:
+        axes = rule.inputs if rule else [(None,) * len(shape) for _, shape in inputs]
+        turned = rule.turned if rule else ()
+        operands = tuple(
+            Operand(ref.name, shape, of_input, index in turned)
+            for index, ((ref, shape), of_input) in enumerate(zip(inputs, axes, strict=True))
+        )
+        self.operators.append(
+            Operator(
+                name, operands, Operand(*output, rule.output if rule else (None,) * len(output[1])),
+                rule.lengths if rule else (), rule.uncut if rule else frozenset(),
+                like.element_size(), rule.is_view if rule else False,
+            )
+        )  # fmt: skip
+
+    def _linear(self, args: Sequence[Any], result: torch.Tensor) -> None:
+        """Note a product, and the sum with the bias as an operator of its own."""
+        inputs, weight, bias = (*args, None)[:3]
+        rule = products.linear(inputs.ndim - 1, inputs.shape, weight.shape)
+        self._product(aten.linear.default, rule, [inputs, weight], bias, result)
+
+    def _product_and_sum(self, product: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
+        addend, left, right = args[:3]
+        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+        like = product(left, right)
+        rule = products.matmul(product, (left, right), {}, like)
+        scales = None if beta == alpha == 1 else (beta, alpha)
+        self._product(product, rule, [left, right], addend, result, scales)
+
+    def _product(
+        self,
+        function: Any,
+        rule: Rule | None,
+        factors: list[torch.Tensor],
+        addend: torch.Tensor | None,
+        result: torch.Tensor,
+        scales: tuple[float, float] | None = None,
+    ) -> None:
+        base, final = self._unique(function), self.name(result)
+        product = final if addend is None else f"{final}.product"
+        shape = tuple(result.shape)
+        self.shapes[product], self.dtypes[product] = shape, result.dtype
+        inputs = [(Ref(self.name(each)), tuple(each.shape)) for each in factors]
+        self._operator(base, inputs, (product, shape), rule, result)
+        detached = not torch.is_grad_enabled()
+        refs = tuple(ref for ref, _ in inputs)
+        fuses = addend is not None and scales is None and function is aten.linear.default
+        bias = self.name(addend) if fuses and addend is not None else None
+        self.calls.append(
+            Call(base, function, refs, {}, (product,), (), rule, detached=detached, bias=bias)
+        )
+        if addend is None:
+            return
+        entries = [(Ref(product), shape), (Ref(self.name(addend)), tuple(addend.shape))]
+        adding = Rule(
+            tuple(broadcast_axes(each, shape) or () for _, each in entries),
+            tuple(range(len(shape))), shape,
+        )  # fmt: skip
+        self._operator(f"{base}.add", entries, (final, shape), adding, result)
+        target: Callable[..., Any] = aten.add.Tensor
+        args: tuple[Any, ...] = (entries[0][0], entries[1][0])
+        if scales is not None:
+            target, args = pieces.scaled_sum, (*reversed(args), *scales)
+            adding = replace(adding, inputs=adding.inputs[::-1])
+            last = self.operators[-1]
+            self.operators[-1] = replace(last, inputs=last.inputs[::-1])
+        self.calls.append(
+            Call(f"{base}.add", target, args, {}, (final,), (), adding, detached=detached)
+        )
+
+    def _several(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Note views of parts of a tensor, one by one."""
+        tensor = args[0]
+        dim = kwargs.get("dim", args[-1 if name == "unbind" else 2] if _has_dim(name, args) else 0)
+        start = 0
+        for index, each in enumerate(result):
+            if name == "unbind":
+                function: Any = aten.select.int
+                given: tuple[Any, ...] = (tensor, dim, index)
+            else:
+                length = each.shape[dim]
+                function, given = aten.slice.Tensor, (tensor, dim, start, start + length)
+                start += length
+            rule = rule_of(function, given, {}, each)
+            refs = (Ref(self.name(tensor)), *given[1:])
+            self._call(function, (refs, {}), [tensor], each, rule)
+
+    def _unique(self, function: Any) -> str:
+        """Return the path of the module, for its first operator; then with what it does."""
+        path = self.path[-1] if self.path else ""
+        kind = function._schema.name.partition("::")[2]
+        name = path if path and path not in self._used else ".".join(filter(None, (path, kind)))
+        base, number = name, 0
+        while name in self._used:
+            number += 1
+            name = f"{base}_{number}"
+        self._used.add(name)
+        if not path and self.first is None:
+            self.first = name
+        return name
+
+
+_SEVERAL = {
+    "unbind": {"int"}, "chunk": {"default"}, "split": {"Tensor", "sizes"},
+    "split_with_sizes": {"default"}, "unsafe_split": {"Tensor"}, "unsafe_chunk": {"default"},
+}  # fmt: skip
+_PRODUCTS = {"addmm": aten.mm.default, "baddbmm": aten.bmm.default}
+_FUNCTIONAL = {"normal_": aten.normal_functional.default, "zero_": aten.zeros_like.default}
+
+
+def _has_dim(name: str, args: Sequence[Any]) -> bool:
+    return len(args) > (1 if name == "unbind" else 2)
+
+
+def _new(name: str, args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> Any:
+    """Return the arguments of the operator that makes a tensor without another one."""
+    options = {**kwargs, "dtype": result.dtype, "device": torch.device("meta")}
+    return (list(result.shape), *args[2:]), options
+
+
+def _result_is_given(result: Any, given: Sequence[torch.Tensor]) -> bool:
+    """Return whether an operator returns the very tensor that it was given."""
+    return any(result is each for each in given)
+
+
+def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator draws random numbers: a dropout of rate 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
+        return False
+    given = {
+        argument.name: args[index] if index < len(args) else kwargs.get(argument.name, default)
+        for index, argument in enumerate(function._schema.arguments)
+        for default in [argument.default_value if argument.has_default_value() else None]
+    }
+    rates = [given[name] for name in ("p", "dropout_p") if isinstance(given.get(name), float)]
+    switches = [given[name] for name in ("train", "training") if given.get(name) is not None]
+    return all(rates) and all(switches)

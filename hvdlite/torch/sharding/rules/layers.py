@@ -1,0 +1,113 @@
+"""Rules of operators of neural networks: norms, embeddings, losses, attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hvdlite.torch.sharding import pieces
+from hvdlite.torch.sharding.rules.elementwise import broadcast_axes, pointwise
+from hvdlite.torch.sharding.rules.rule import (
+    Args,
+    Axes,
+    Options,
+    Rule,
+    Run,
+    Site,
+    argument_of,
+    tensors_of,
+)  # fmt: skip
+
+
+def normalized(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of a norm over the last dimensions, which it needs whole."""
+    return pointwise(function, args, kwargs, result, range(-len(args[1]), 0))
+
+
+def group_norm(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of a norm over groups of channels, which are cut by groups."""
+    groups, shape = int(args[1]), tuple(result.shape)
+    tensors = tensors_of(args, kwargs)
+    inputs: tuple[Axes, ...] = ((0, 1, *[None] * (len(shape) - 2)), *[(1,)] * (len(tensors) - 1))
+
+    def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
+        return function, (given[0], groups // site.cuts[1], *given[2:]), options
+
+    return Rule(inputs, inputs[0], (shape[0], groups), local=local)
+
+
+def embedding(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of a lookup in a table that is cut by rows or columns."""
+    (rows, width), words = args[0].shape, tuple(args[1].shape)
+    padding = argument_of(function, args, kwargs, "padding_idx")
+    if argument_of(function, args, kwargs, "scale_grad_by_freq") or argument_of(
+        function, args, kwargs, "sparse"
+    ):
+        return None
+    at = len(words)
+
+    def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
+        if site.cuts[at] == 1:
+            return function, given, options
+        first = rows // site.cuts[at] * site.coordinates[at]
+        return pieces.embedding_of_rows, (given[0], given[1], first, int(padding)), {}
+
+    axes = tuple(range(at))
+    return Rule(((at, at + 1), axes), (*axes, at + 1), (*words, rows, width), local=local)
+
+
+def cross_entropy(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of a loss whose classes may be cut."""
+    logits, target = args[0], args[1]
+    reduction = argument_of(function, args, kwargs, "reduction")
+    if (
+        argument_of(function, args, kwargs, "weight") is not None
+        or argument_of(function, args, kwargs, "label_smoothing")
+        or logits.ndim != 2
+        or target.ndim != 1
+    ):
+        return None
+    ignored = argument_of(function, args, kwargs, "ignore_index")
+
+    def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
+        cut = pieces.Classes(
+            logits.shape[1] // site.cuts[1] * site.coordinates[1],
+            site.members(1), site.members(0), site.collectives,
+        )  # fmt: skip
+        return pieces.cross_entropy, (given[0], given[1], int(reduction), int(ignored), cut), {}
+
+    output: Axes = (0,) if reduction == 0 else ()
+    axes = frozenset([1])
+    return Rule(((0, 1), (0,)), output, tuple(logits.shape), complete=axes, local=local)
+
+
+def attention(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of attention that is cut by batch, heads and queries."""
+    query, key, value = (tuple(each.shape) for each in args[:3])
+    mask = argument_of(function, args, kwargs, "attn_mask")
+    causal = argument_of(function, args, kwargs, "is_causal")
+    full = tuple(result.shape)
+    batch = len(full) - 2
+    lengths = list(full[:-2])
+    inputs: list[Axes] = []
+    for shape in (query, key, value):
+        axes: list[int | None] = []
+        for dim, length in enumerate(shape[:-2]):
+            if length == full[dim]:
+                axes.append(dim)
+            elif dim == batch - 1 and length > 1 and full[dim] % length == 0:
+                axes.append(dim)  # Some heads of queries share one of keys and values.
+                lengths[dim] = math.gcd(lengths[dim], length)
+            else:
+                axes.append(None)
+        inputs.append((*axes, batch if len(inputs) == 0 else None, None))
+    output: Axes = (*range(batch), batch, None)
+    if mask is not None:
+        of_mask = broadcast_axes(tuple(mask.shape), (*full[:-1], key[-2]))
+        if of_mask is None:
+            return None
+        inputs.append((*of_mask[:-1], None))
+    uncut = frozenset([batch]) if causal else frozenset()
+    return Rule(tuple(inputs), output, (*lengths, full[-2]), uncut)

@@ -1,0 +1,74 @@
+"""Which operator of torch has which rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hvdlite.torch.sharding.rules import elementwise, layers, products, views
+from hvdlite.torch.sharding.rules.rule import Args, Maker, Options, Rule, tensors_of
+
+
+def rule_of(function: Any, args: Args, kwargs: Options, result: Any) -> Rule | None:
+    """Return the rule of an operator that was called so, or None: then it needs whole inputs."""
+    if not isinstance(result, torch.Tensor) or not tensors_of(args, kwargs):
+        return None
+    name = function._schema.name.partition("::")[2]
+    rule = None
+    if function._schema.name.startswith("aten::"):
+        if name in _MAKERS:
+            rule = _MAKERS[name](function, args, kwargs, result)
+        elif torch.Tag.pointwise in function.tags or name in _LIKE_POINTWISE:
+            rule = elementwise.pointwise(function, args, kwargs, result)
+    if rule is None:
+        return None
+    used = {axis for axes in rule.inputs for axis in axes}
+    return replace(rule, uncut=rule.uncut | (set(range(len(rule.lengths))) - used))
+
+
+_LIKE_POINTWISE = {
+    "dropout", "clone", "contiguous", "detach", "alias", "to", "_to_copy", "lift_fresh", "float",
+    "type_as", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
+    "relu", "gelu", "silu", "softplus", "hardtanh", "relu6", "selu", "elu", "celu", "leaky_relu",
+    "mish", "hardswish", "logsigmoid", "log_sigmoid", "masked_fill", "where", "square", "rsub",
+}  # fmt: skip
+_MAKERS: dict[str, Maker] = {
+    **dict.fromkeys(
+        ["softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod",
+         "logcumsumexp"], elementwise.along("dim"),
+    ),
+    **dict.fromkeys(["flip", "roll"], elementwise.along("dims")),
+    **dict.fromkeys(["tril", "triu"], elementwise.last_two),
+    **dict.fromkeys(["layer_norm", "rms_norm"], layers.normalized),
+    "group_norm": layers.group_norm,
+    **dict.fromkeys(["matmul", "mm", "bmm"], products.matmul),
+    "einsum": products.einsum,
+    **dict.fromkeys(
+        ["t", "numpy_T", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis",
+         "mT", "matrix_H", "mH", "adjoint", "select", "unsqueeze"], views.strided,
+    ),
+    **dict.fromkeys(["slice", "narrow"], views.sliced),
+    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], views.expand),
+    **dict.fromkeys(
+        ["view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as",
+         "squeeze", "ravel"], views.reshape,
+    ),
+    "cat": views.joined(False), "concat": views.joined(False), "concatenate": views.joined(False),
+    "stack": views.joined(True),
+    **dict.fromkeys(["sum", "mean"], elementwise.reduction(True)),
+    **dict.fromkeys(
+        ["amax", "amin", "var", "std", "logsumexp", "any", "all", "argmax", "argmin"],
+        elementwise.reduction(False),
+    ),
+    **dict.fromkeys(["mse_loss", "l1_loss"], elementwise.mean_of_pairs),
+    "embedding": layers.embedding,
+    "cross_entropy_loss": layers.cross_entropy,
+    "scaled_dot_product_attention": layers.attention,
+    "repeat_interleave": views.repeat_interleave,
+    "index_select": views.chosen,
+    "glu": elementwise.half,
+    **dict.fromkeys(["view_as_complex", "view_as_real"], views.complex_view),
+    "prelu": elementwise.prelu,
+}  # fmt: skip
