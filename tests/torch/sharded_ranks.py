@@ -103,6 +103,7 @@ class Result:
         self.outputs: list[Any] = []
         self.gradients: dict[str, Any] = {}
         self.input_gradients: list[Any] = []
+        self.buffers: dict[str, Any] = {}
         self.lowered: list[Any] = []
 
 
@@ -120,7 +121,8 @@ def run_sharded(
     found = plan(module, tuple(inputs), strategies, Mesh((ranks,)), **options)
     assert found.found is not None
     shape = mesh or coarsest_mesh(list(found.layouts.values()), ranks)
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    parameters = dict(module.named_parameters())
+    tensors = {**parameters, **dict(module.named_buffers())}
     held = {
         name: layout_of_placements(shape, nearest_placements(found.layouts[name], Mesh(shape)), t)
         for name, t in tensors.items()
@@ -171,6 +173,9 @@ def run_sharded(
     result.outputs = [[each.detach() for each in outcome[1]] for outcome in outcomes]
     for name, tensor in tensors.items():
         parts = [outcome[2].get(name) for outcome in outcomes]
+        if parts[0] is not None and name not in parameters:
+            of_ranks = [each.double() for each in parts]  # NaN is not among integers.
+            result.buffers[name] = _whole(of_ranks, held[name], tensor.double())
         if parts[0] is not None and parts[0].grad is not None:
             result.gradients[name] = _whole([p.grad for p in parts], held[name], tensor)
     for index, each in enumerate(inputs):
@@ -244,6 +249,9 @@ def check_against_one_process(
     for name, parameter in alone.named_parameters():
         if parameter.grad is not None:
             close(result.gradients[name], parameter.grad, f"the gradient of {name}")
+    for name, buffer in alone.named_buffers():
+        if name in result.buffers:
+            close(result.buffers[name], buffer, f"the buffer {name}")
     wanted = [each.grad for each in own if each.grad is not None]
     for index, each in enumerate(wanted):
         close(result.input_gradients[index], each, f"the gradient of input {index}")

@@ -69,8 +69,8 @@ class _Site:
     def coordinates(self) -> Sequence[int]:
         return coordinates_of(self.matrix, self.collectives.rank)
 
-    def members(self, axis: int) -> tuple[int, ...]:
-        return along(self.matrix, (axis,), self.collectives.rank)
+    def members(self, *axes: int) -> tuple[int, ...]:
+        return along(self.matrix, axes, self.collectives.rank)
 
 
 class _Step(torch.nn.Module):
@@ -248,36 +248,34 @@ class Lowering:
             self._make(call)
             return
         operator, choice = self._operators[call.operator], self._choices[call.operator]
-        matrix = choice.output.device_matrix
         if self._fuses(call, choice):
             self._held_products[call.outputs[0]] = call
             return
         product = self._held_products.get(call.inputs[0]) if call.inputs else None
-        nodes = self._nodes(product or call)
+        computed = product or call
+        left = iter(self._nodes(computed))
+        args, kwargs = tree_map(
+            lambda each: next(left) if is_ref(each) else self._real(each),
+            (computed.args, computed.kwargs),
+        )
+        target = computed.target
+        if computed.rule is not None and computed.rule.local is not None:
+            own = self._choices[computed.operator or ""]
+            site = _Site(own.cuts, own.output.device_matrix, self._collectives)
+            target, args, kwargs = computed.rule.local(site, args, kwargs)
         if product is not None:
-            nodes.append(self._nodes(call)[1])
-            args: tuple[Any, ...] = tuple(nodes)
-            kwargs: dict[str, Any] = {}
-            target: Callable[..., Any] = product.target
-        else:
-            left = iter(nodes)
-            args, kwargs = tree_map(
-                lambda each: next(left) if is_ref(each) else self._real(each),
-                (call.args, call.kwargs),
-            )
-            target = call.target
-            if call.rule is not None and call.rule.local is not None:
-                site = _Site(choice.cuts, matrix, self._collectives)
-                target, args, kwargs = call.rule.local(site, args, kwargs)
-        made = all(self._values[each].is_made for each in (product or call).inputs)
+            args = (*args[:2], self._nodes(call)[1], *args[3:])
+        made = all(self._values[each].is_made for each in computed.inputs)
         if call.operator in self._record.whole and not made:
             self._warn(call, choice)
         if call.draws:
             target = self._drawing(target, choice, operator)
         node = self._call(target, args, kwargs)
         if call.changes is not None:
-            self._check_change(call, choice)
+            self._check_change(call, call.changes, choice.inputs[0])
             return
+        for name in call.updates:
+            self._check_change(call, name, choice.inputs[call.inputs.index(name)])
         complete = call.rule.complete if call.rule else frozenset()
         summed = tuple(
             axis for axis in operator.summed if choice.cuts[axis] > 1 and axis not in complete
@@ -348,10 +346,9 @@ class Lowering:
         self._draws += 1
         return draw
 
-    def _check_change(self, call: Call, choice: Choice) -> None:
-        name = call.changes or ""
+    def _check_change(self, call: Call, name: str, wanted: Layout) -> None:
         shape = self._record.shapes[name]
-        if not same_parts(self._values[name].layout, choice.inputs[0], shape):
+        if not same_parts(self._values[name].layout, wanted, shape):
             raise ValueError(
                 f"{call.operator} changes {name} in place, which is cut otherwise than the "
                 "operator: give it a parameter_plan, or a strategy to the operator"

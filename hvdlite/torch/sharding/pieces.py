@@ -28,6 +28,11 @@ def scaled_sum(
     return product + (addend if beta == 1 else addend * beta)
 
 
+def add_along(tensor: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the sum with a vector that runs along a dimension."""
+    return tensor + values.view(-1, *[1] * (tensor.ndim - 1 - dim))
+
+
 def embedding_of_rows(
     weight: torch.Tensor, words: torch.Tensor, first: int, padding: int
 ) -> torch.Tensor:

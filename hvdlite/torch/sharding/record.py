@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.common.layouts.operators import Operand, Operator
 from hvdlite.torch.sharding import pieces
-from hvdlite.torch.sharding.rules import products
+from hvdlite.torch.sharding.rules import images, products
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
 from hvdlite.torch.sharding.rules.rule import Rule, tensors_of
 from hvdlite.torch.sharding.rules.table import rule_of
@@ -66,8 +66,8 @@ class Call:
 
     `outputs` are the names of its results; `picks` are their places where it returns several.
     `draws`: it draws random numbers. `changes`: the parameter or buffer that it changes in place.
-    `detached`: it ran while gradients were switched off. `bias`: what the next call adds to this
-    product, if that is all that happens to it.
+    `updates`: buffers that it changes beside its result. `detached`: it ran while gradients were
+    switched off. `bias`: what the next call adds to this product, if the operator can do so, too.
     """
 
     operator: str | None
@@ -79,6 +79,7 @@ class Call:
     rule: Rule | None = None
     draws: bool = False
     changes: str | None = None
+    updates: tuple[str, ...] = ()
     detached: bool = False
     bias: str | None = None
 
@@ -243,7 +244,11 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not given:
             self._factory(function, args, kwargs, result)
         elif name == "linear":
-            self._linear(args, result)
+            rule = products.linear(result.ndim - 1, args[0].shape, args[1].shape)
+            self._layer(function, rule, args, result, result.ndim - 1)
+        elif name in _CONVOLUTIONS and args[0].ndim == args[1].ndim:
+            of_images = images.convolution(function, args, kwargs, result)
+            self._layer(function, of_images, args, result, 1)
         elif name in ("addmm", "baddbmm", "addmv", "addbmm") and name in _PRODUCTS:
             self._product_and_sum(_PRODUCTS[name], args, kwargs, result)
         elif name in _SEVERAL and function._overloadname in _SEVERAL[name]:
@@ -280,7 +285,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
         if any(not isinstance(each, torch.Tensor) and each is not None for each in leaves):
             raise ValueError(f"{function} returns lists of tensors, which a sharded part cannot")
-        names = [self._unique(function) for _ in places]
+        # A counter that a norm changes first is not what its module is about.
+        names = [self._unique(function, is_named=changes is None) for _ in places]
         for name, place in zip(names, places, strict=True):
             output = leaves[place]
             self._operator(name, inputs, (self.name(output), tuple(output.shape)), rule, output)
@@ -292,7 +298,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 names[0], function, refs[0], refs[1],
                 tuple(self.name(leaves[place]) for place in places),
                 tuple(places) if several else (), rule,
-                _draws(function, refs[0], refs[1]), changes, not torch.is_grad_enabled(),
+                _draws(function, refs[0], refs[1]), changes, _updates(function, refs[0]),
+                not torch.is_grad_enabled(),
             )
         )  # fmt: skip
 
@@ -318,18 +325,22 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )  # fmt: skip
 
-    def _linear(self, args: Sequence[Any], result: torch.Tensor) -> None:
-        """Note a product, and the sum with the bias as an operator of its own."""
+    def _layer(
+        self, function: Any, rule: Rule, args: Sequence[Any], result: torch.Tensor, channels: int
+    ) -> None:
+        """Note a product with weights, and the sum with the bias as an operator of its own.
+
+        The bias runs along the dimension `channels` of the result.
+        """
         inputs, weight, bias = (*args, None)[:3]
-        rule = products.linear(inputs.ndim - 1, inputs.shape, weight.shape)
-        self._product(aten.linear.default, rule, [inputs, weight], bias, result)
+        self._product(function, rule, [inputs, weight], bias, result, (), channels, args[3:])
 
     def _product_and_sum(self, product: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
         addend, left, right = args[:3]
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         like = product(left, right)
         rule = products.matmul(product, (left, right), {}, like)
-        scales = None if beta == alpha == 1 else (beta, alpha)
+        scales = () if beta == alpha == 1 else (beta, alpha)
         self._product(product, rule, [left, right], addend, result, scales)
 
     def _product(
@@ -339,7 +350,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         factors: list[torch.Tensor],
         addend: torch.Tensor | None,
         result: torch.Tensor,
-        scales: tuple[float, float] | None = None,
+        scales: tuple[float, ...] = (),
+        channels: int | None = None,
+        options: Sequence[Any] = (),
     ) -> None:
         base, final = self._unique(function), self.name(result)
         product = final if addend is None else f"{final}.product"
@@ -348,9 +361,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [(Ref(self.name(each)), tuple(each.shape)) for each in factors]
         self._operator(base, inputs, (product, shape), rule, result)
         detached = not torch.is_grad_enabled()
-        refs = tuple(ref for ref, _ in inputs)
-        fuses = addend is not None and scales is None and function is aten.linear.default
-        bias = self.name(addend) if fuses and addend is not None else None
+        refs = (*(ref for ref, _ in inputs), *([None, *options] if options else []))
+        bias = self.name(addend) if addend is not None and channels is not None else None
         self.calls.append(
             Call(base, function, refs, {}, (product,), (), rule, detached=detached, bias=bias)
         )
@@ -358,13 +370,18 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         entries = [(Ref(product), shape), (Ref(self.name(addend)), tuple(addend.shape))]
         adding = Rule(
-            tuple(broadcast_axes(each, shape) or () for _, each in entries),
+            (
+                tuple(range(len(shape))),
+                (broadcast_axes(entries[1][1], shape) or ()) if channels is None else (channels,),
+            ),
             tuple(range(len(shape))), shape,
         )  # fmt: skip
         self._operator(f"{base}.add", entries, (final, shape), adding, result)
         target: Callable[..., Any] = aten.add.Tensor
         args: tuple[Any, ...] = (entries[0][0], entries[1][0])
-        if scales is not None:
+        if channels not in (None, len(shape) - 1):
+            target, args = pieces.add_along, (*args, channels)
+        if scales:
             target, args = pieces.scaled_sum, (*reversed(args), *scales)
             adding = replace(adding, inputs=adding.inputs[::-1])
             last = self.operators[-1]
@@ -390,17 +407,18 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             refs = (Ref(self.name(tensor)), *given[1:])
             self._call(function, (refs, {}), [tensor], each, rule)
 
-    def _unique(self, function: Any) -> str:
+    def _unique(self, function: Any, is_named: bool = True) -> str:
         """Return the path of the module, for its first operator; then with what it does."""
         path = self.path[-1] if self.path else ""
         kind = function._schema.name.partition("::")[2]
-        name = path if path and path not in self._used else ".".join(filter(None, (path, kind)))
+        is_first = is_named and path and path not in self._used
+        name = path if is_first else ".".join(filter(None, (path, kind)))
         base, number = name, 0
         while name in self._used:
             number += 1
             name = f"{base}_{number}"
         self._used.add(name)
-        if not path and self.first is None:
+        if not path and is_named and self.first is None:
             self.first = name
         return name
 
@@ -409,6 +427,7 @@ _SEVERAL = {
     "unbind": {"int"}, "chunk": {"default"}, "split": {"Tensor", "sizes"},
     "split_with_sizes": {"default"}, "unsafe_split": {"Tensor"}, "unsafe_chunk": {"default"},
 }  # fmt: skip
+_CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
 _PRODUCTS = {"addmm": aten.mm.default, "baddbmm": aten.bmm.default}
 _FUNCTIONAL = {"normal_": aten.normal_functional.default, "zero_": aten.zeros_like.default}
 
@@ -426,6 +445,13 @@ def _new(name: str, args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> 
 def _result_is_given(result: Any, given: Sequence[torch.Tensor]) -> bool:
     """Return whether an operator returns the very tensor that it was given."""
     return any(result is each for each in given)
+
+
+def _updates(function: Any, refs: Sequence[Any]) -> tuple[str, ...]:
+    """Return the running statistics that a norm over a batch changes."""
+    if function is not aten.batch_norm.default or not refs[5]:
+        return ()
+    return tuple(each.name for each in refs[3:5] if is_ref(each))
 
 
 def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -9,5 +9,6 @@ the operator itself. An operator without a rule runs on whole inputs.
     products     products of tensors
     views        operators that compute nothing
     layers       norms, embeddings, losses, attention
+    images       convolutions, pooling, norms over batches
     table        which operator has which rule
 """

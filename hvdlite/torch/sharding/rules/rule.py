@@ -24,8 +24,8 @@ class Site(Protocol):
     def coordinates(self) -> Sequence[int]:
         """Which part this rank has along each axis."""
 
-    def members(self, axis: int) -> tuple[int, ...]:
-        """Return the ranks that have the other parts along an axis."""
+    def members(self, *axes: int) -> tuple[int, ...]:
+        """Return the ranks that have the other parts along these axes."""
 
 
 @dataclass(frozen=True)

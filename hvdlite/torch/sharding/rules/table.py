@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.torch.sharding.rules import elementwise, layers, products, views
+from hvdlite.torch.sharding.rules import elementwise, images, layers, products, views
 from hvdlite.torch.sharding.rules.rule import Args, Maker, Options, Rule, tensors_of
 
 
@@ -71,4 +71,13 @@ _MAKERS: dict[str, Maker] = {
     "glu": elementwise.half,
     **dict.fromkeys(["view_as_complex", "view_as_real"], views.complex_view),
     "prelu": elementwise.prelu,
+    **dict.fromkeys(
+        ["max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d",
+         "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+         "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
+         "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"], images.pooling,
+    ),
+    **dict.fromkeys(["pad", "constant_pad_nd"], images.padding),
+    "batch_norm": images.batch_norm,
+    "instance_norm": images.instance_norm,
 }  # fmt: skip
