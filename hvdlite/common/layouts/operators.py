@@ -45,7 +45,8 @@ class Operator:
     """An operator: its inputs, its output, and the lengths of its axes.
 
     `uncut` has the axes that no strategy may cut, as an operator needs them whole. A view computes
-    nothing, and need not use all ranks: it is cut where that costs no bytes.
+    nothing, and need not use all ranks: it is cut where that costs no bytes. `exchanged`: an axis
+    of which ranks exchange their parts inside of the operator, where it is cut.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Operator:
     uncut: frozenset[int] = frozenset()
     bytes_per_element: int = 4
     is_view: bool = False
+    exchanged: int | None = None
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -72,6 +74,11 @@ class Operator:
         """Return what a rank receives while partial sums of the output become sums."""
         parts = math.prod(cuts[axis] for axis in self.summed)
         return allreduce_bytes(math.prod(self._local_output(cuts)) * self.bytes_per_element, parts)
+
+    def exchanged_bytes(self, cuts: Sequence[int]) -> int:
+        """Return what a rank receives inside of the operator."""
+        parts = 1 if self.exchanged is None else cuts[self.exchanged]
+        return math.prod(self._local_output(cuts)) * self.bytes_per_element * (parts - 1) // parts
 
     def _local_output(self, cuts: Sequence[int]) -> Iterator[int]:
         for length, axis in zip(self.output.shape, self.output.axes, strict=True):

@@ -34,7 +34,7 @@ class Choice:
     """How an operator is cut, and what a rank receives for it.
 
     `edge_bytes`: while its inputs come into their layouts; `own_bytes`: while partial sums become
-    sums.
+    sums, and inside of the operator.
     """
 
     strategy: Strategy
@@ -215,7 +215,7 @@ class _Graph:
                 tuple(self._layout(name, operand) for operand in operator.inputs),
                 self._layout(name, operator.output),
                 self._bytes_before(operator, self.cuts[name]),
-                operator.own_bytes(self.cuts[name]),
+                operator.own_bytes(self.cuts[name]) + operator.exchanged_bytes(self.cuts[name]),
             )
             for name, operator in self.operators.items()
         }

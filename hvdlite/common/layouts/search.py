@@ -127,6 +127,11 @@ def _solve(
     return costs.named(found)
 
 
+def _alone(operator: Operator, cuts: Cuts) -> float:
+    """Return what an operator costs by itself: what it exchanges comes back as gradients."""
+    return float(operator.own_bytes(cuts) + 2 * operator.exchanged_bytes(cuts))
+
+
 class _Costs:
     """What choices cost: of each operator alone, and of each two that share a tensor."""
 
@@ -140,8 +145,7 @@ class _Costs:
         self._operators, self._ranks, self._ends = operators, ranks, ends
         self.choices = [choices[each.name] for each in operators]
         self.alone = [
-            np.array([float(each.own_bytes(cuts)) for cuts in choices[each.name]])
-            for each in operators
+            np.array([_alone(each, cuts) for cuts in choices[each.name]]) for each in operators
         ]
         self.held = [np.zeros(len(choices[each.name])) for each in operators]
         self.pairs: dict[tuple[int, int], Any] = {}

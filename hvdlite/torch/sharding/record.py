@@ -181,7 +181,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(value) not in self._stand_ins:
             stand_in = torch.empty_like(value, device="meta")
             name = f"constant{len(self.constants)}"
-            self.constants[name] = value
+            # What the module has made of a list just now cannot be saved for a backward pass.
+            with torch.inference_mode(False):
+                self.constants[name] = value.clone() if value.is_inference() else value
             self.know(stand_in, name)
             self._stand_ins[id(value)] = stand_in
         return self._stand_ins[id(value)]
@@ -285,8 +287,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
         if any(not isinstance(each, torch.Tensor) and each is not None for each in leaves):
             raise ValueError(f"{function} returns lists of tensors, which a sharded part cannot")
-        # A counter that a norm changes first is not what its module is about.
-        names = [self._unique(function, is_named=changes is None) for _ in places]
+        # A counter that a norm changes first, and packed weights, are not what a module is about.
+        is_named = changes is None and function is not torch.ops.hvdlite.rows_apart.default
+        names = [self._unique(function, is_named) for _ in places]
         for name, place in zip(names, places, strict=True):
             output = leaves[place]
             self._operator(name, inputs, (self.name(output), tuple(output.shape)), rule, output)
@@ -322,6 +325,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name, operands, Operand(*output, rule.output if rule else (None,) * len(output[1])),
                 rule.lengths if rule else (), rule.uncut if rule else frozenset(),
                 like.element_size(), rule.is_view if rule else False,
+                rule.exchanged if rule else None,
             )
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hvdlite.torch.sharding.attention import HeadsApart
 from hvdlite.torch.sharding.record import Record, Ref
 
 # The attribute of a sharded module that has the forward() from before.
@@ -46,7 +47,7 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
     for each, name in zip(leaves, input_names, strict=True):
         recorder.know(each, name)
     modes = torch.inference_mode(), torch.enable_grad()
-    with _unsharded(module), _paths(module, recorder), modes[0], modes[1], recorder:
+    with _unsharded(module), _paths(module, recorder), modes[0], modes[1], HeadsApart(), recorder:
         try:
             result = torch.func.functional_call(module, stand_ins, inputs)
         except (RuntimeError, NotImplementedError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.torch.sharding import pieces
+from hvdlite.torch.sharding import losses, pieces
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes, pointwise
 from hvdlite.torch.sharding.rules.rule import (
     Args,
@@ -61,26 +61,31 @@ def embedding(function: Any, args: Args, kwargs: Options, result: torch.Tensor) 
 def cross_entropy(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
     """Return the rule of a loss whose classes may be cut."""
     logits, target = args[0], args[1]
-    reduction = argument_of(function, args, kwargs, "reduction")
-    if (
-        argument_of(function, args, kwargs, "weight") is not None
-        or argument_of(function, args, kwargs, "label_smoothing")
-        or logits.ndim != 2
-        or target.ndim != 1
-    ):
-        return None
-    ignored = argument_of(function, args, kwargs, "ignore_index")
+    if logits.ndim < 2 or target.ndim != logits.ndim - 1:
+        return None  # One sample, or shares of all classes in place of one of them.
+    reduction, ignored, smoothing, weight = (
+        argument_of(function, args, kwargs, name)
+        for name in ("reduction", "ignore_index", "label_smoothing", "weight")
+    )
+    axes: Axes = tuple(range(logits.ndim))
+    of_target: Axes = (0, *axes[2:])
 
     def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
-        cut = pieces.Classes(
-            logits.shape[1] // site.cuts[1] * site.coordinates[1],
-            site.members(1), site.members(0), site.collectives,
+        classes = losses.Classes(
+            logits.shape[1] // site.cuts[1] * site.coordinates[1], site.members(1),
+            site.members(0, *range(2, logits.ndim)), site.collectives,
         )  # fmt: skip
-        return pieces.cross_entropy, (given[0], given[1], int(reduction), int(ignored), cut), {}
+        told = losses.CrossEntropy(int(reduction), int(ignored), float(smoothing or 0), classes)
+        weights = given[2] if len(given) > 2 else None
+        return losses.cross_entropy, (given[0], given[1], weights, told), {}
 
-    output: Axes = (0,) if reduction == 0 else ()
-    axes = frozenset([1])
-    return Rule(((0, 1), (0,)), output, tuple(logits.shape), complete=axes, local=local)
+    return Rule(
+        (axes, of_target, *([] if weight is None else [(1,)])),
+        of_target if reduction == 0 else (),
+        tuple(logits.shape),
+        complete=frozenset([1]),
+        local=local,
+    )
 
 
 def attention(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:

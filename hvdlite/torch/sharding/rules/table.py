@@ -17,7 +17,9 @@ def rule_of(function: Any, args: Args, kwargs: Options, result: Any) -> Rule | N
         return None
     name = function._schema.name.partition("::")[2]
     rule = None
-    if function._schema.name.startswith("aten::"):
+    if function is torch.ops.hvdlite.rows_apart.default:
+        rule = views.rows_apart(function, args, kwargs, result)
+    elif function._schema.name.startswith("aten::"):
         if name in _MAKERS:
             rule = _MAKERS[name](function, args, kwargs, result)
         elif torch.Tag.pointwise in function.tags or name in _LIKE_POINTWISE:
@@ -67,7 +69,7 @@ _MAKERS: dict[str, Maker] = {
     "cross_entropy_loss": layers.cross_entropy,
     "scaled_dot_product_attention": layers.attention,
     "repeat_interleave": views.repeat_interleave,
-    "index_select": views.chosen,
+    "index_select": views.chosen, "index": views.indexed, "gather": views.gathered,
     "glu": elementwise.half,
     **dict.fromkeys(["view_as_complex", "view_as_real"], views.complex_view),
     "prelu": elementwise.prelu,

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from hvdlite.torch.sharding import attention
+from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
 from hvdlite.torch.sharding.rules.rule import (
     Args,
+    Axes,
     Maker,
     Options,
     Rule,
@@ -162,3 +165,51 @@ def complex_view(function: Any, args: Args, kwargs: Options, result: torch.Tenso
     shape = tuple(args[0].shape)[:dims]
     source, target = ((*axes, None)[: each.ndim] for each in (args[0], result))
     return Rule((source,), target, shape, is_view=True)
+
+
+def indexed(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of elements at places that other tensors say, which may be cut themselves."""
+    shape = tuple(args[0].shape)
+    places = [place for place, each in enumerate(args[1]) if each is not None]
+    given = [tuple(args[1][place].shape) for place in places]
+    chosen = tuple(torch.broadcast_shapes(*given))
+    together = places == list(range(places[0], places[-1] + 1))
+    first = places[0] if together else 0
+    kept = [dim for dim in range(len(shape)) if dim not in places]
+    axes: list[int | None] = [None] * len(shape)
+    for number, dim in enumerate(kept):
+        axes[dim] = number if number < first else number + len(chosen)
+    inputs: list[Axes] = [tuple(axes)]
+    for each in given:
+        of_chosen = broadcast_axes(each, chosen) or ()
+        inputs.append(tuple(None if axis is None else first + axis for axis in of_chosen))
+    return Rule(tuple(inputs), tuple(range(result.ndim)), tuple(result.shape))
+
+
+def gathered(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of elements along one dimension, which their source has whole."""
+    source, places = tuple(args[0].shape), tuple(result.shape)
+    if not places:
+        return None
+    dim = args[1] % len(places)
+    alike = [n == source[axis] or axis == dim for axis, n in enumerate(places)]
+    axes = tuple(axis if same else None for axis, same in enumerate(alike))
+    of_source = tuple(None if axis == dim else axis for axis in axes)
+    return Rule((of_source, axes), axes, places)
+
+
+def rows_apart(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule:
+    """Return the rule of rows as parts in a new dimension, of each of which a rank has some."""
+    axes = tuple(range(result.ndim - 1))
+    parts = int(args[1])
+
+    def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
+        if site.cuts[0] == 1:
+            rest = [n // cut for n, cut in zip(result.shape[1:], site.cuts, strict=True)]
+            return torch.ops.aten.reshape.default, (given[0], [parts, *rest]), {}
+        rows = attention.Rows(site.members(0), site.coordinates[0], site.collectives)
+        return attention.rows_of_ranks_apart, (given[0], parts, rows), {}
+
+    return Rule(
+        (axes,), (None, *axes), tuple(result.shape[1:]), is_view=True, exchanged=0, local=local
+    )

@@ -1,0 +1,187 @@
+"""Losses, indices and torch's attention on ranks as threads equal one process, in float64."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.torch.sharded_ranks import check_against_one_process
+
+RANKS = [2, 3, 4]
+BATCH, WORDS, WIDTH, HEADS = 12, 6, 48, 12
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs on whole inputs")
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Losses(nn.Module):
+    """Cross entropies by all reductions, weighted and smoothed."""
+
+    def __init__(self, classes: int, weighted: bool, smoothing: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.rand(classes) + 0.5 if weighted else None)
+        self.smoothing = smoothing
+
+    def forward(self, logits: Any, target: Any) -> Any:
+        return tuple(
+            functional.cross_entropy(
+                logits, target, self.weight, reduction=each, ignore_index=1,
+                label_smoothing=self.smoothing,
+            )
+            for each in ("mean", "sum", "none")
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy(ranks: int, weighted: bool, smoothing: float) -> None:
+    model = Losses(WIDTH, weighted, smoothing)
+    logits, target = 9 * torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))
+    target[::5] = 1
+    weights: Any = ((1,),) if weighted else ()
+    for cut in (1, ranks):
+        of_weights = ((cut,),) if weighted else weights
+        samples = ranks // cut
+        cuts = {
+            f"cross_entropy_loss{end}": ((samples, cut), (samples,), *of_weights)
+            for end in ("", "_1", "_2")
+        }
+        found = check_against_one_process(model, [logits, target], cuts, ranks)
+        if cut > 1:
+            assert found.received_bytes < 4 * logits.nbytes // ranks, "only the batch is cut anew"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_cross_entropy_of_each_pixel(ranks: int) -> None:
+    logits, target = torch.randn(BATCH, 24, 12, 2), torch.randint(24, (BATCH, 12, 2))
+    for cuts in ((ranks, 1, 1, 1), (1, ranks, 1, 1), (1, 1, ranks, 1)):
+        of_target = (cuts[0], *cuts[2:])
+        given: Any = {
+            f"cross_entropy_loss{end}": (cuts, of_target, (cuts[1],)) for end in ("", "_1", "_2")
+        }
+        check_against_one_process(Losses(24, True, 0.1), [logits, target], given, ranks)
+
+
+class Indices(nn.Module):
+    """Elements at places that are constant, given, or found, in one dimension or several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, 4, WORDS))
+        self.register_buffer("order", torch.randperm(WIDTH))
+
+    def forward(self, x: Any, places: Any) -> Any:
+        y = x[..., self.order] + x[:, torch.tensor([[2], [0]]), :][:, 0]
+        y = y * self.table[places % WIDTH, :, places % WORDS].sum(2)[..., None]
+        z = self.table[places % WIDTH][:, 0].mean((1, 2))
+        picked = x.gather(2, places[..., None] % WIDTH)
+        return y + picked, z, x[torch.arange(BATCH), places[:, 0] % WORDS]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_indices(ranks: int) -> None:
+    inputs = [torch.randn(BATCH, WORDS, WIDTH), torch.randint(999, (BATCH, WORDS))]
+    for cuts in ({}, {"input0": ((1, 1, ranks),)}, {"input1": ((ranks, 1),)}):
+        check_against_one_process(Indices(), inputs, cuts, ranks)  # type: ignore[arg-type]
+
+
+class SelfAttention(nn.Module):
+    """torch's attention of a sequence on itself, or on another one."""
+
+    def __init__(self, mask: str = "", weights: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, **options)
+        self.mask, self.weights = mask, weights
+        self.other = None if "kdim" not in options else nn.Linear(WIDTH, options["kdim"])
+
+    def forward(self, x: Any) -> Any:
+        words = x.shape[1] if self.inner.batch_first else x.shape[0]
+        masks: dict[str, Any] = {}
+        if self.mask:
+            masks["attn_mask"] = torch.ones(words, words, dtype=torch.bool).triu(1)
+        if self.mask == "causal":
+            masks["is_causal"] = True
+        if self.mask == "padding":
+            batch = x.shape[0] if self.inner.batch_first else x.shape[1]
+            lengths = torch.arange(batch) % 3 + 2
+            masks["key_padding_mask"] = torch.arange(words) >= lengths[:, None]
+            masks["attn_mask"] = torch.zeros(words, words, dtype=torch.bool)
+        y = x if self.other is None else self.other(x)
+        found, weights = self.inner(x, y, y, need_weights=self.weights, **masks)
+        return (found, weights) if self.weights else found
+
+
+def by_heads(n: int) -> Any:
+    return {"inner.scaled_dot_product_attention": ((1, n, 1, 1),) * 3}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_packed_weights_are_cut_by_heads(ranks: int) -> None:
+    model = SelfAttention(batch_first=True)
+    x = torch.randn(BATCH, WORDS, WIDTH)
+    found = check_against_one_process(model, [x], by_heads(ranks), ranks)
+    layouts = found.plan.layouts
+    assert layouts["inner.in_proj_weight"].cuts == (ranks, 1)
+    assert layouts["inner.in_proj_bias"].cuts == (ranks,)
+    assert layouts["inner.out_proj.weight"].cuts == (1, ranks)
+    exchanged = [each for name, each in found.plan.items() if "rows_apart" in name]
+    weight = model.inner.in_proj_weight.nbytes
+    assert max(each.bytes for each in exchanged) == weight // ranks * (ranks - 1) // ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mask", ["", "causal", "padding"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_of_torch(ranks: int, mask: str, weights: bool) -> None:
+    model = SelfAttention(mask, weights, batch_first=True)
+    x = torch.randn(BATCH, WORDS, WIDTH)
+    check_against_one_process(model, [x], {}, ranks)
+    for cuts in ({"inner.linear": ((1, 1, 1), (1, ranks))}, {"input0": ((1, 1, ranks),)}):
+        check_against_one_process(model, [x], cuts, ranks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_attention_on_another_sequence(ranks: int) -> None:
+    x = torch.randn(BATCH, WORDS, WIDTH)
+    for options in ({"kdim": 24, "vdim": 24}, {"kdim": 24, "vdim": 24, "bias": False}):
+        found = check_against_one_process(SelfAttention(**options), [x], by_heads(ranks), ranks)
+        assert found.plan.layouts["inner.k_proj_weight"].cuts == (ranks, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on whole inputs")
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
+def test_attention_that_few_models_have(options: Any) -> None:
+    x = torch.randn(BATCH, WORDS, WIDTH)
+    check_against_one_process(SelfAttention("mask", True, **options), [x], {}, 2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("training", [False, True])
+def test_an_encoder_layer_is_cut_by_heads(ranks: int, training: bool) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 96, 0.0, batch_first=True).train(training)
+    x = torch.randn(BATCH, WORDS, WIDTH)
+    cuts: Any = {
+        "linear1": ((1, 1, 1), (1, ranks)), "linear2": ((1, 1, ranks), (ranks, 1)),
+        "self_attn.scaled_dot_product_attention": ((1, ranks, 1, 1),) * 3,
+    }  # fmt: skip
+    found = check_against_one_process(layer, [x], cuts, ranks)
+    whole = sum(each.nbytes for each in layer.parameters() if each.ndim > 1)
+    held = sum(
+        each.nbytes // max(found.plan.layouts[name].cuts)
+        for name, each in layer.named_parameters()
+        if each.ndim > 1
+    )
+    assert held == whole // ranks, "no rank has more of the weights than its part"
