@@ -264,19 +264,27 @@ class MadeInside(torch.nn.Module):
 
 
 def check_convolutions() -> None:
-    """DTensor's own are wrong where the width is cut; here they run on whole images."""
+    """DTensor's own are wrong where the width is cut; here samples and channels are."""
     torch.manual_seed(4)
-    model = torch.nn.Conv2d(2, 3, 3, padding=1)
+    size = hvd.size()
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 8, 3, padding=1), torch.nn.BatchNorm2d(8))
     expected = copy.deepcopy(model)
-    images = torch.randn(2 * hvd.size(), 2, 6, 8)
+    images = torch.randn(2 * size, 2, 6, 8)
     part = images[2 * hvd.rank() : 2 * hvd.rank() + 2]
-    sharded = sharding.shard(model, ((1, 1, 1, hvd.size()),), example=part)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        output = sharded(part)
-    assert torch.allclose(output, expected(part), atol=1e-6)
-    told = [str(each.message) for each in caught if "conv2d runs on whole" in str(each.message)]
-    assert f"receives {images.nbytes * (hvd.size() - 1) // hvd.size()} bytes" in told[0], told
+    wanted = expected(images)[2 * hvd.rank() : 2 * hvd.rank() + 2]
+    channels = copy.deepcopy(model)
+    sharding.set_strategy(channels[0], ((1, 1, 1, 1), (size, 1, 1, 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for sharded in (
+            sharding.shard(model, ((1, 1, 1, size),), example=part),
+            sharding.shard(channels, example=part),
+        ):
+            assert torch.allclose(sharded(part), wanted, atol=1e-5)
+            norm = sharded[1]
+            assert torch.allclose(norm.running_var.full_tensor(), expected[1].running_var)
+            assert norm.num_batches_tracked.full_tensor() == 1
+    assert channels[0].weight.to_local().shape[0] == 8 // size
 
 
 if __name__ == "__main__":

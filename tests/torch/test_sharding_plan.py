@@ -120,14 +120,15 @@ def test_operators_of_other_kinds() -> None:
 
         def forward(self, x: Any, scale: float) -> Any:
             y = torch.softmax(self.norm(x) @ self.w.t() * scale, -1)
-            return self.conv(y.reshape(8, 4, 8)), y + x
+            return torch.renorm(self.conv(y.reshape(8, 4, 8)), 2, 0, 1.0), y + x
 
     found = sharding.plan(Net(), (torch.empty(32, 8), 2.0), {"norm": ((8, 1), (1,), (1,))}, Mesh())
     names = list(found)
     assert {"norm", "t", "matmul", "mul", "softmax", "conv", "add"} <= set(names)
     assert found["softmax"].strategy == ((8, 1),)
-    assert found["conv"].strategy[0] == (1, 1, 1), "it runs on whole inputs"
-    assert found["conv"].bytes == 32 * 8 * 4 * 7 // 8
+    assert found["conv"].strategy == ((8, 1, 1), (1, 1, 1))
+    assert found["renorm"].strategy == ((1, 1, 1),), "it runs on whole inputs"
+    assert found["renorm"].bytes == 32 * 8 * 4 * 7 // 8
 
 
 def test_refused_plans() -> None:
