@@ -219,6 +219,22 @@ def test_sharded_gpt_equals_one_rank(tmp_path: Path) -> None:
     assert abs(losses[0] - losses[1]) < 2e-4, losses
 
 
+@pytest.mark.parametrize("many", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_a_sharded_transformer_writes_what_one_rank_does(tmp_path: Path, many: int) -> None:
+    """Trained by 2 ranks; the same texts by 1 and by more, which have fewer weights and heads."""
+    needs("torch", "rich", "safetensors")
+    small = ["--layers", 2, "--width", 32, "--context", 16, "--checkpoint", tmp_path / "kept"]
+    output = run(2, "torch_generate_sharded.py", "--steps", 30, *small, **TORCH[1])
+    assert "step 30: loss" in output, output
+    texts, held = [], []
+    for ranks in (1, many):
+        output = run(ranks, "torch_generate_sharded.py", *small, **TORCH[1])
+        texts.append(re.findall(r"'(?:def |for ).*'", output))
+        held += re.findall(rf"ranks {ranks}: (\d+) of \d+ weights .* of (\d) of 4 heads", output)
+    assert len(texts[0]) == 2 and texts[0] == texts[1], texts
+    assert int(held[1][0]) < int(held[0][0]) and int(held[1][1]) == 4 // many, held
+
+
 @pytest.mark.soak
 def test_tensor_parallel_layers(tmp_path: Path) -> None:
     needs("torch")

@@ -12,6 +12,13 @@ from tests.parallel.jobs import ranks, run_command
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
 
+def test_no_rank_holds_a_whole_model_to_load_it(tmp_path: Path) -> None:
+    worker = "tests.parallel.worker_sharded_inference"
+    result = run_command(ranks(4, sys.executable, "-m", worker, str(tmp_path)), timeout=100)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("is content") == 4, result.stdout
+
+
 def test_a_part_of_a_model_is_sharded_on_four_ranks(tmp_path: Path) -> None:
     command = ranks(4, sys.executable, "-m", "tests.parallel.worker_sharding", str(tmp_path))
     result = run_command(command, timeout=100)

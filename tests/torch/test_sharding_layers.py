@@ -95,7 +95,7 @@ class Indices(nn.Module):
 def test_indices(ranks: int) -> None:
     inputs = [torch.randn(BATCH, WORDS, WIDTH), torch.randint(999, (BATCH, WORDS))]
     for cuts in ({}, {"input0": ((1, 1, ranks),)}, {"input1": ((ranks, 1),)}):
-        check_against_one_process(Indices(), inputs, cuts, ranks)  # type: ignore[arg-type]
+        check_against_one_process(Indices(), inputs, cuts, ranks)
 
 
 class SelfAttention(nn.Module):
@@ -150,7 +150,7 @@ def test_attention_of_torch(ranks: int, mask: str, weights: bool) -> None:
     x = torch.randn(BATCH, WORDS, WIDTH)
     check_against_one_process(model, [x], {}, ranks)
     for cuts in ({"inner.linear": ((1, 1, 1), (1, ranks))}, {"input0": ((1, 1, ranks),)}):
-        check_against_one_process(model, [x], cuts, ranks)  # type: ignore[arg-type]
+        check_against_one_process(model, [x], cuts, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -185,3 +185,41 @@ def test_an_encoder_layer_is_cut_by_heads(ranks: int, training: bool) -> None:
         if each.ndim > 1
     )
     assert held == whole // ranks, "no rank has more of the weights than its part"
+
+
+class Cache(nn.Module):
+    """Attention to keys and values that are kept in buffers, at places that each sample has."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(BATCH, HEADS, WORDS, WIDTH // HEADS))
+
+    def forward(self, x: Any, places: Any) -> Any:
+        query, key, value = (
+            each(x).view(BATCH, -1, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        there = places[:, None, :, None].expand(key.shape)
+        self.keys.scatter_(2, there, key.detach())
+        self.values.index_copy_(2, torch.tensor([3]), value.detach()[:, :, :1])
+        before = torch.arange(WORDS) <= places[:, None, :, None]
+        found = functional.scaled_dot_product_attention(query, self.keys, self.values, before)
+        return found.transpose(1, 2).reshape(x.shape), self.keys.scatter(2, there, 1.0).sum(2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_keys_and_values_are_kept_by_heads(ranks: int) -> None:
+    inputs = [torch.randn(BATCH, 2, WIDTH), torch.randint(WORDS, (BATCH, 2))]
+    inputs[1][:, 1] = (inputs[1][:, 0] + 1) % WORDS
+    columns = ((1, 1, 1), (1, ranks))
+    cuts: Any = {"query": columns, "key": columns, "value": columns}
+    found = check_against_one_process(Cache(), inputs, cuts, ranks)
+    for name in ("keys", "values"):
+        assert found.plan.layouts[name].cuts == (1, ranks, 1, 1)
+        assert name in found.buffers
+    check_against_one_process(Cache(), inputs, {}, ranks)

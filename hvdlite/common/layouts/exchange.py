@@ -216,7 +216,7 @@ def coarsest_mesh(layouts: Sequence[Layout], ranks: int) -> tuple[int, ...]:
     """Return the shape of the mesh with the fewest axes on which all layouts fit.
 
     Where two of them exclude each other, as cuts by 2 and by 3 of 6 ranks, the later one is left
-    out.
+    out. One rank has a mesh of one axis.
     """
     borders = {ranks}
     for layout in layouts:
@@ -228,4 +228,4 @@ def coarsest_mesh(layouts: Sequence[Layout], ranks: int) -> tuple[int, ...]:
         if all(b % a == 0 for a, b in itertools.pairwise(joined)):
             borders = set(joined)
     order = sorted(borders)
-    return tuple(b // a for a, b in zip([1, *order], order, strict=False))
+    return tuple(b // a for a, b in zip([1, *order], order, strict=False)) or (1,)

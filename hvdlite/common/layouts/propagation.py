@@ -224,9 +224,14 @@ class _Graph:
 def leaf_layouts(operators: Sequence[Operator], choices: Mapping[str, Choice]) -> dict[str, Layout]:
     """Return the layouts of the tensors that no operator makes: data and parameters.
 
-    A tensor that several operators use has the layout of the first of them.
+    A tensor that several operators use has the layout of the first of them. An operator that has
+    its output among its inputs changes it in place.
     """
-    made = {operator.output.tensor for operator in operators}
+    made = {
+        operator.output.tensor
+        for operator in operators
+        if all(operand.tensor != operator.output.tensor for operand in operator.inputs)
+    }
     layouts: dict[str, Layout] = {}
     for operator in operators:
         inputs = zip(operator.inputs, choices[operator.name].inputs, strict=True)

@@ -96,7 +96,7 @@ def rows_of_ranks_apart(packed: torch.Tensor, parts: int, rows: Rows) -> torch.T
     return found
 
 
-class HeadsApart(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class HeadsApart(TorchFunctionMode):
     """While it is entered, attention with heads runs as `attention`."""
 
     def __torch_function__(

@@ -353,6 +353,8 @@ class Lowering:
                 f"{call.operator} changes {name} in place, which is cut otherwise than the "
                 "operator: give it a parameter_plan, or a strategy to the operator"
             )
+        # What was made of its old values is not used for its new ones.
+        self._moved = {key: node for key, node in self._moved.items() if key[0] != name}
 
     def _warn(self, call: Call, choice: Choice) -> None:
         """Note the bytes for an operator that runs on whole inputs."""

@@ -246,8 +246,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not given:
             self._factory(function, args, kwargs, result)
         elif name == "linear":
-            rule = products.linear(result.ndim - 1, args[0].shape, args[1].shape)
-            self._layer(function, rule, args, result, result.ndim - 1)
+            of_linear = products.linear(result.ndim - 1, args[0].shape, args[1].shape)
+            self._layer(function, of_linear, args, result, result.ndim - 1)
         elif name in _CONVOLUTIONS and args[0].ndim == args[1].ndim:
             of_images = images.convolution(function, args, kwargs, result)
             self._layer(function, of_images, args, result, 1)

@@ -58,9 +58,10 @@ def shard(
     """Cut a part of a model among ranks: by a strategy for its inputs, the rest by propagation.
 
     A module is changed and returned: its parameters become DTensors, under their names and with
-    the values of rank 0. Make the optimizer after it. For a function, a function is returned, whose
-    arguments are shares of a batch, and equal on all ranks where they are parameters. All ranks
-    call `shard`, and what it returns, with shares of equal size.
+    the values of rank 0. Make the optimizer after it. Of a module on the meta device each rank gets
+    memory for its parts alone; load their values from a checkpoint afterwards. For a function, a
+    function is returned, whose arguments are shares of a batch, and equal on all ranks where they
+    are parameters. All ranks call `shard`, and what it returns, with shares of equal size.
 
     - `in_strategy`: for each tensor among the inputs a tuple of cuts of the whole batch, or None
       for those that it leaves to `set_strategy` and to propagation.
@@ -184,7 +185,8 @@ class _Runner:
         part.lowered.seed.value = seed
         for name, moved in part.lowered.warnings:
             _warn_once(name, moved)
-        outputs = iter(part.lowered.graph(*tensors, *map(_local, part.leaves)))
+        leaves = [_local(table[name]) for table, name in part.leaves]
+        outputs = iter(part.lowered.graph(*tensors, *leaves))
         return tree_map(lambda each: next(outputs) if is_ref(each) else each, part.result)
 
     def _start(self) -> None:
@@ -226,9 +228,16 @@ class _Runner:
             [isinstance(each, torch.nn.Parameter) for each in given],
         ).run()  # fmt: skip
         self._tensors = len(given)
-        part = _Part(lowered, [tensors[name] for name in lowered.leaves], traced.result)
+        part = _Part(lowered, [self._place(name) for name in lowered.leaves], traced.result)
         self._parts[self._key(leaves, spec)] = part
         return part
+
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        """Return where a parameter or buffer is found, which another one may take the place of."""
+        path, _, own = name.rpartition(".")
+        submodule = self._module.get_submodule(path)
+        tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
+        return next(table for table in tables if own in table), own
 
     def _agreed(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan of this rank. Raises `ValueError` on all ranks if their plans differ."""
@@ -278,7 +287,11 @@ class _Runner:
             if name != first:
                 continue
             where = nearest_placements(layouts[name], self._mesh)
-            cut[id(tensor)] = value = distribute_tensor(tensor.detach(), self._mesh, where)
+            if tensor.is_meta:
+                value = self._unfilled(tensor, where)
+            else:
+                value = distribute_tensor(tensor.detach(), self._mesh, where)
+            cut[id(tensor)] = value
             if isinstance(tensor, torch.nn.Parameter):
                 parameter = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
                 cut[id(tensor)] = parameter
@@ -289,13 +302,28 @@ class _Runner:
                     {name: cut[id(each)] for name, each in table.items() if id(each) in cut}
                 )
 
+    def _unfilled(self, tensor: torch.Tensor, placements: Sequence[Any]) -> Any:
+        """Return a DTensor in place of one without memory: NaN, or 0, until values are loaded."""
+        local = list(tensor.shape)
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                local[placement.dim] //= self._mesh.size(axis)
+        device, value = self._mesh.device_type, float("nan") if tensor.is_floating_point() else 0
+        return DTensor.from_local(
+            torch.full(local, value, dtype=tensor.dtype, device=device), self._mesh, placements,
+            run_check=False, shape=tensor.shape, stride=tensor.stride(),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class _Part:
-    """A part as it runs for tensors of some shapes: the graph, its leaves, and what it returns."""
+    """A part as it runs for tensors of some shapes: the graph, its leaves, and what it returns.
+
+    A leaf is a table of a module, and its name there.
+    """
 
     lowered: Lowered
-    leaves: list[torch.Tensor]
+    leaves: list[tuple[dict[str, Any], str]]
     result: Any
 
 

@@ -20,8 +20,9 @@ def rule_of(function: Any, args: Args, kwargs: Options, result: Any) -> Rule | N
     if function is torch.ops.hvdlite.rows_apart.default:
         rule = views.rows_apart(function, args, kwargs, result)
     elif function._schema.name.startswith("aten::"):
-        if name in _MAKERS:
-            rule = _MAKERS[name](function, args, kwargs, result)
+        maker = _MAKERS.get(name) or _MAKERS.get(name.removesuffix("_"))  # in place
+        if maker is not None:
+            rule = maker(function, args, kwargs, result)
         elif torch.Tag.pointwise in function.tags or name in _LIKE_POINTWISE:
             rule = elementwise.pointwise(function, args, kwargs, result)
     if rule is None:
@@ -70,6 +71,7 @@ _MAKERS: dict[str, Maker] = {
     "scaled_dot_product_attention": layers.attention,
     "repeat_interleave": views.repeat_interleave,
     "index_select": views.chosen, "index": views.indexed, "gather": views.gathered,
+    "scatter": views.scattered, "index_copy": views.copied,
     "glu": elementwise.half,
     **dict.fromkeys(["view_as_complex", "view_as_real"], views.complex_view),
     "prelu": elementwise.prelu,

@@ -172,7 +172,7 @@ def indexed(function: Any, args: Args, kwargs: Options, result: torch.Tensor) ->
     shape = tuple(args[0].shape)
     places = [place for place, each in enumerate(args[1]) if each is not None]
     given = [tuple(args[1][place].shape) for place in places]
-    chosen = tuple(torch.broadcast_shapes(*given))
+    chosen = tuple(torch.broadcast_shapes(*given))  # type: ignore[no-untyped-call]
     together = places == list(range(places[0], places[-1] + 1))
     first = places[0] if together else 0
     kept = [dim for dim in range(len(shape)) if dim not in places]
@@ -196,6 +196,28 @@ def gathered(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -
     axes = tuple(axis if same else None for axis, same in enumerate(alike))
     of_source = tuple(None if axis == dim else axis for axis in axes)
     return Rule((of_source, axes), axes, places)
+
+
+def scattered(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of elements that are put at places along one dimension, which is whole."""
+    tensors = tensors_of(args, kwargs)
+    if function._overloadname not in ("src", "value") or not result.ndim:
+        return None
+    dim, shape = args[1] % result.ndim, tuple(result.shape)
+    axes = tuple(
+        None if axis == dim or any(each.shape[axis] != n for each in tensors) else axis
+        for axis, n in enumerate(shape)
+    )
+    return Rule((axes,) * len(tensors), axes, shape)
+
+
+def copied(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
+    """Return the rule of slices that are put at places along one dimension, which is whole."""
+    if not result.ndim:
+        return None
+    dim = args[1] % result.ndim
+    axes = tuple(None if axis == dim else axis for axis in range(result.ndim))
+    return Rule((axes, (None,), axes), axes, tuple(result.shape))
 
 
 def rows_apart(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule:
