@@ -224,3 +224,37 @@ def test_dtensor_cuts_as_layouts_do(matrix: list[int]) -> None:
                     part = parts[int(coordinate[axis])]
             box = layout.box(tensor.shape, rank)
             assert torch.equal(part, tensor[tuple(slice(*each) for each in box)]), (layout, rank)
+
+
+def test_what_other_strategies_would_cost() -> None:
+    """As much as a plan with that strategy, and with those of all other operators."""
+    model = block()
+    found = sharding.plan(model, torch.empty(64, 64), {"0": ((2, 1), (1, 4))}, Mesh())
+    assert found.found is not None
+    given = {each.name: found[each.name].strategy for each in found.found.operators}
+    for name, used in given.items():
+        own, *others = found.alternatives(name).items()
+        assert own[0] == used and len(others) > 2
+        assert [cost for _, cost in others] == sorted(cost for _, cost in others)
+        for strategy, cost in others:
+            with_it = sharding.plan(model, torch.empty(64, 64), {**given, name: strategy}, Mesh())
+            assert with_it.bytes - found.bytes == cost - own[1], (name, strategy)
+    with pytest.raises(KeyError, match=r"'0\.weight' is no operator"):
+        found.alternatives("0.weight")
+
+
+def test_a_printed_plan() -> None:
+    found = sharding.plan(block(), torch.empty(64, 64), {"0": ((2, 1), (1, 4))}, Mesh())
+    assert found["0"].memory == 64 * 64 * 4 // 8 and found["0.weight"].memory == 64 * 64
+    assert found.memory == sum(
+        each.memory for name, each in found.items() if name[2:] in ("weight", "bias")
+    )
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["bytes", "memory", "strategy", "otherwise"]
+    (line,) = (each for each in lines if each.startswith("0 "))
+    (_, own), (strategy, cost) = list(found.alternatives("0").items())[:2]
+    assert line.split(maxsplit=3)[3].endswith(f"{cost - own:+} by {strategy}")
+    assert lines[-1] == (
+        f"a rank holds {found.memory} bytes of parameters, and receives {found.bytes} in a forward "
+        "pass"
+    )

@@ -93,6 +93,31 @@ def find_choices(
     return graph.choices()
 
 
+class Alternatives:
+    """What other strategies of one operator would cost, all others staying as they are."""
+
+    def __init__(
+        self, operators: Sequence[Operator], choices: Mapping[str, Choice], ranks: int
+    ) -> None:
+        self._ranks = ranks
+        self._graph = _Graph(operators, ranks, False)
+        self._graph.cuts = {name: choice.cuts for name, choice in choices.items()}
+
+    def of(self, name: str) -> dict[Strategy, int]:
+        """Return by strategy the bytes that a rank receives before, in and after an operator.
+
+        The strategy that it has comes first, then the others, the cheapest first.
+        """
+        operator = self._graph.operators[name]
+        own = self._graph.cuts[name]
+        costs = {
+            cuts: self._graph.bytes_around(operator, cuts)
+            for cuts in candidates(operator, self._ranks, False)
+        }
+        order = sorted(costs, key=lambda cuts: (cuts != own, costs[cuts], cuts))
+        return {operator.strategy(cuts): costs[cuts] for cuts in order}
+
+
 def _configured(
     operators: Sequence[Operator], configured: Mapping[str, Strategy], ranks: int, fully: bool
 ) -> _Graph:
@@ -201,6 +226,15 @@ class _Graph:
             if consumer in self.cuts
             for operand in self.operators[consumer].inputs
             if operand.tensor == output.tensor
+        )
+
+    def bytes_around(self, operator: Operator, cuts: tuple[int, ...]) -> int:
+        """Return all that a rank receives because of an operator."""
+        return (
+            self._bytes_before(operator, cuts)
+            + operator.own_bytes(cuts)
+            + operator.exchanged_bytes(cuts)
+            + self._bytes_after(operator, cuts)
         )
 
     def _layout(self, name: str, operand: Operand) -> Layout:

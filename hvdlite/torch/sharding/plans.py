@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from hvdlite.common.layouts.propagation import (
     DYNAMIC,
     PROPAGATION,
     RECURSIVE,
+    Alternatives,
     Choice,
     check_search,
     find_choices,
@@ -41,10 +43,12 @@ class Planned:
     """How an operator or a parameter is cut, and the bytes that a rank receives for it.
 
     `strategy` has the cuts of each input of an operator, those of the tensor of a parameter.
+    `memory`: the bytes of a rank's part of the result, or of the parameter.
     """
 
     strategy: Strategy
     bytes: int
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Found:
     traced: Traced
     operators: list[Operator]
     choices: dict[str, Choice]
+    ranks: int
 
 
 class Plan(dict[str, Planned]):
@@ -83,12 +88,57 @@ class Plan(dict[str, Planned]):
         """What a rank receives in one forward pass, at most."""
         return sum(each.bytes for each in self.values())
 
+    @property
+    def memory(self) -> int:
+        """The bytes of parameters that a rank holds."""
+        operators = self.found.choices if self.found is not None else {}
+        return sum(each.memory for name, each in self.items() if name not in operators)
+
+    def alternatives(self, name: str) -> dict[Strategy, int]:
+        """Return what each strategy of an operator would cost, all others staying as they are.
+
+        That is the bytes that a rank receives before, in and after the operator. The one that it
+        has comes first, then the others, the cheapest first. Raises `KeyError` for what is no
+        operator.
+        """
+        if self.found is None or name not in self.found.choices:
+            raise KeyError(f"{name!r} is no operator of this plan; print it to see their names")
+        return self._alternatives().of(name)
+
+    def _alternatives(self) -> Alternatives:
+        assert self.found is not None
+        return Alternatives(self.found.operators, self.found.choices, self.found.ranks)
+
     def __str__(self) -> str:
         width = max(map(len, self), default=0)
+        head = f"{'':{width}}  {'bytes':>12}  {'memory':>12}  strategy"
+        strategies = {name: str(each.strategy) for name, each in self.items()}
+        longest = max(map(len, strategies.values()), default=0)
+        others = self._cheapest_others()
         lines = [
-            f"{name:{width}}  {each.bytes:>12}  {each.strategy}" for name, each in self.items()
+            f"{name:{width}}  {each.bytes:>12}  {each.memory:>12}  "
+            f"{strategies[name]:{longest}}  {others.get(name, '')}".rstrip()
+            for name, each in self.items()
         ]
-        return "\n".join([f"{'':{width}}  {'bytes':>12}  strategy", *lines])
+        total = (
+            f"a rank holds {self.memory} bytes of parameters, and receives {self.bytes} in a "
+            "forward pass"
+        )
+        return "\n".join([f"{head:{width + 40 + longest}}otherwise".rstrip(), *lines, total])
+
+    def _cheapest_others(self) -> dict[str, str]:
+        """Return for each operator that computes what the cheapest other strategy costs more."""
+        found = self.found
+        if found is None:
+            return {}
+        alternatives = self._alternatives()
+        others = {}
+        for operator in found.operators:
+            if not operator.is_view:
+                (_, cost), *rest = alternatives.of(operator.name).items()
+                if rest:
+                    others[operator.name] = f"{rest[0][1] - cost:+} by {rest[0][0]}"
+        return others
 
 
 def set_strategy(module: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
@@ -153,11 +203,22 @@ def plan(
         name: leaves.get(first) or whole(tensor.ndim, ranks)
         for name, (first, tensor) in named_tensors(module).items()
     }
+    results = {
+        each.name: math.prod(each.output.shape) * each.bytes_per_element for each in operators
+    }
     planned = {
-        name: Planned(choice.strategy, choice.edge_bytes + choice.own_bytes)
+        name: Planned(
+            choice.strategy,
+            choice.edge_bytes + choice.own_bytes,
+            results[name] // math.prod(choice.output.cuts),
+        )
         for name, choice in choices.items()
     }
-    planned |= {name: Planned((layouts[name].cuts,), 0) for name, _ in module.named_parameters()}
+    planned |= {
+        name: Planned((cuts,), 0, tensor.numel() * tensor.element_size() // math.prod(cuts))
+        for name, tensor in module.named_parameters()
+        for cuts in [layouts[name].cuts]
+    }
     entering = [
         choices[name].output if name in choices else leaves.get(name) or whole(each.ndim, ranks)
         for name, each in zip(traced.inputs, _tensors(inputs), strict=True)
@@ -167,7 +228,7 @@ def plan(
         for index in range(len(traced.outputs))
         if f"output{index}" in choices
     }
-    found = Found(traced, operators, choices)
+    found = Found(traced, operators, choices, ranks)
     return Plan(planned, layouts, entering, leaving, found)
 
 

@@ -246,7 +246,7 @@ class _Runner:
         except BaseException:
             gathered([-1], self._mesh)  # The others wait for what this rank has planned.
             raise
-        digests = gathered([zlib.crc32(str(found).encode())], self._mesh)
+        digests = gathered([zlib.crc32(repr(list(found.items())).encode())], self._mesh)
         if -1 in digests:
             raise ValueError(f"rank {digests.index(-1)} cannot plan a sharded part that others can")
         if len(set(digests)) > 1:
