@@ -19,6 +19,13 @@ def test_no_rank_holds_a_whole_model_to_load_it(tmp_path: Path) -> None:
     assert result.stdout.count("is content") == 4, result.stdout
 
 
+def test_a_part_that_is_compiled() -> None:
+    worker = "tests.parallel.worker_sharding_compiled"
+    result = run_command(ranks(2, sys.executable, "-m", worker), timeout=100)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("is content") == 2, result.stdout
+
+
 @pytest.mark.soak
 def test_operators_data_fsdp_and_a_pipeline_together() -> None:
     """Losses and weights after 20 steps of 8 ranks are those of one process, to 1e-10."""

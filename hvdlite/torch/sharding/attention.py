@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hvdlite.torch.autograd import untraced
 from hvdlite.torch.sharding.collectives import Collectives
 
 # What stands for the query's, key's and value's rows of one weight.
@@ -90,6 +91,7 @@ class _RowsApart(torch.autograd.Function):
         return ctx.rows.to_packed(gradients[0]), None, None
 
 
+@untraced
 def rows_of_ranks_apart(packed: torch.Tensor, parts: int, rows: Rows) -> torch.Tensor:
     """Return this rank's rows of each part of a tensor that ranks have by rows."""
     found: torch.Tensor = _RowsApart.apply(packed, parts, rows)  # type: ignore[no-untyped-call]

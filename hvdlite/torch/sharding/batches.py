@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvdlite.torch.autograd import untraced
 from hvdlite.torch.sharding.collectives import Collectives
 
 
@@ -70,6 +71,7 @@ class _Normalized(torch.autograd.Function):
         )  # fmt: skip
 
 
+@untraced
 def batch_norm(
     inputs: torch.Tensor,
     weight: torch.Tensor | None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvdlite.torch.autograd import untraced
 from hvdlite.torch.sharding.collectives import Collectives
 
 
@@ -105,6 +106,7 @@ class _Losses(torch.autograd.Function):
         return found.to(gradients[0].dtype), None, None, None
 
 
+@untraced
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, told: CrossEntropy
 ) -> torch.Tensor:

@@ -6,13 +6,14 @@ a gradient on several ranks says so, and the sum is taken on the way back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hvdlite.common.layouts.exchange import along, exchange, part_of, same_parts, scattered
 from hvdlite.common.layouts.layout import Box, Layout
+from hvdlite.torch.autograd import untraced
 from hvdlite.torch.sharding.collectives import Collectives
 
 # Positions of a device matrix along which ranks hold summands.
@@ -125,6 +126,9 @@ class _Moved(torch.autograd.Function):
         return gradient if ctx.back.is_nothing else ctx.back.run(gradient), None, None
 
 
+_moved: Callable[..., torch.Tensor] = untraced(_Moved.apply)
+
+
 class Move(torch.nn.Module):
     """A tensor of `shape` from `held` to `wanted`, and its gradient back.
 
@@ -147,7 +151,4 @@ class Move(torch.nn.Module):
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the tensor under the other layout."""
-        moved: torch.Tensor = _Moved.apply(  # type: ignore[no-untyped-call]
-            tensor, self._there, self._back
-        )
-        return moved
+        return _moved(tensor, self._there, self._back)

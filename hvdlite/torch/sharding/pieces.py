@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hvdlite.torch.autograd import untraced
+
 
 def divided(function: Callable[..., Any], parts: int, *args: Any, **kwargs: Any) -> Any:
     """Return what a function does, divided by the number of parts whose results are added."""
@@ -66,6 +68,7 @@ class Draw:
         self._seed = seed
         self._place = (number, part)
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the operator draws for this part; the user's generators stay as they are."""
         used = {each.device for each in args if isinstance(each, torch.Tensor) and each.is_cuda}

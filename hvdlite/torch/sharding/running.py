@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.exchange import coarsest_mesh
 from hvdlite.common.layouts.layout import Layout, from_cuts, from_placements, whole
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.common.layouts.propagation import check_search
+from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.registration import init_process_group
 from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.collectives import MeshCollectives
@@ -166,6 +167,15 @@ class _Runner:
         """
         if kwargs:
             args = _in_a_row(self.call, args, kwargs)
+        part = self._ready(args)
+        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        leaves = [_local(table[name]) for table, name in part.leaves]
+        outputs = iter(part.lowered.graph(*tensors, *leaves))
+        return tree_map(lambda each: next(outputs) if is_ref(each) else each, part.result)
+
+    @untraced
+    def _ready(self, args: tuple[Any, ...]) -> _Part:
+        """Return the part for such arguments, once all ranks have called it with equal shares."""
         leaves, spec = tree_flatten(args)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         self._start()
@@ -185,9 +195,7 @@ class _Runner:
         part.lowered.seed.value = seed
         for name, moved in part.lowered.warnings:
             _warn_once(name, moved)
-        leaves = [_local(table[name]) for table, name in part.leaves]
-        outputs = iter(part.lowered.graph(*tensors, *leaves))
-        return tree_map(lambda each: next(outputs) if is_ref(each) else each, part.result)
+        return part
 
     def _start(self) -> None:
         if not dist.is_initialized():
