@@ -223,3 +223,57 @@ def test_keys_and_values_are_kept_by_heads(ranks: int) -> None:
         assert found.plan.layouts[name].cuts == (1, ranks, 1, 1)
         assert name in found.buffers
     check_against_one_process(Cache(), inputs, {}, ranks)
+
+
+class Words(nn.Module):
+    """Attention of a sequence on itself, with a mask that is learned, fixed, or none."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.mask = mask
+        self.bias = nn.Parameter(torch.randn(HEADS, 1, WORDS * 2))
+
+    def forward(self, query: Any, key: Any, value: Any) -> Any:
+        mask = None
+        if self.mask == "learned":
+            mask = self.bias
+        elif self.mask == "bool":  # The first words see nothing at all.
+            mask = (torch.arange(WORDS * 2) % 5 != 1).expand(WORDS * 2, -1).tril(-3)
+        return functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=self.mask == "causal", scale=0.3
+        )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("mask", ["none", "causal", "learned", "bool"])
+def test_words_that_are_cut_see_each_other_by_a_ring(ranks: int, mask: str) -> None:
+    shape = (BATCH, HEADS, WORDS * 2, 4)
+    inputs = [torch.randn(shape) for _ in range(3)]
+    of_mask: Any = {"learned": ((1, 1, 1),), "bool": ((ranks, 1),)}.get(mask, ())
+    cuts: Any = {"scaled_dot_product_attention": ((1, 1, ranks, 1),) * 3 + of_mask}
+    found = check_against_one_process(Words(mask), inputs, cuts, ranks)
+    sizes = inputs[0].nbytes
+    attention = found.plan["scaled_dot_product_attention"]
+    assert attention.bytes == 2 * (ranks - 1) * sizes // ranks
+    # Four tensors are cut anew, forward and back; two go around, four back, and two come home.
+    around = (2 + 4) * (ranks - 1) * sizes // ranks + 2 * sizes // ranks
+    of_bias = 2 * HEADS * WORDS * 2 * 8
+    assert found.received_bytes <= 8 * (ranks - 1) * sizes // ranks**2 + around + of_bias
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_words_and_heads_are_cut_at_once(ranks: int) -> None:
+    inputs = [torch.randn(BATCH, HEADS, WORDS * 2, 4) for _ in range(3)]
+    cuts: Any = {"scaled_dot_product_attention": ((1, 2, ranks // 2, 1),) * 3}
+    check_against_one_process(Words("causal"), inputs, cuts, ranks)
+    check_against_one_process(Words("causal"), [each.float() for each in inputs], cuts, ranks, 1e-5)
+
+
+def test_a_transformer_of_which_the_words_are_cut() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 96, 0.0, batch_first=True)
+    cuts: Any = {
+        "input0": ((1, 3, 1),),
+        "self_attn.scaled_dot_product_attention": ((1, 1, 3, 1),) * 3,
+    }
+    found = check_against_one_process(layer, [torch.randn(BATCH, WORDS, WIDTH)], cuts, 3)
+    assert found.plan["linear1"].strategy == ((1, 3, 1), (1, 1)), "all of the block follows"

@@ -46,7 +46,8 @@ class Operator:
 
     `uncut` has the axes that no strategy may cut, as an operator needs them whole. A view computes
     nothing, and need not use all ranks: it is cut where that costs no bytes. `exchanged`: an axis
-    of which ranks exchange their parts inside of the operator, where it is cut.
+    along which ranks exchange inside of the operator, where it is cut, and how many tensors like
+    the result go around; 0: a rank's part of the result comes from all of them.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Operator:
     uncut: frozenset[int] = frozenset()
     bytes_per_element: int = 4
     is_view: bool = False
-    exchanged: int | None = None
+    exchanged: tuple[int, int] | None = None
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -77,8 +78,11 @@ class Operator:
 
     def exchanged_bytes(self, cuts: Sequence[int]) -> int:
         """Return what a rank receives inside of the operator."""
-        parts = 1 if self.exchanged is None else cuts[self.exchanged]
-        return math.prod(self._local_output(cuts)) * self.bytes_per_element * (parts - 1) // parts
+        if self.exchanged is None:
+            return 0
+        parts, around = cuts[self.exchanged[0]], self.exchanged[1]
+        own = math.prod(self._local_output(cuts)) * self.bytes_per_element
+        return own * around * (parts - 1) if around else own * (parts - 1) // parts
 
     def _local_output(self, cuts: Sequence[int]) -> Iterator[int]:
         for length, axis in zip(self.output.shape, self.output.axes, strict=True):

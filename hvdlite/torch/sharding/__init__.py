@@ -20,6 +20,7 @@ output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
     batches      batch normalization, the same
     losses       cross entropies, the same
     attention    attention with heads, as torch has it
+    ring         attention over words that are cut
     running      what `shard` returns
     shares       a rank's share of the batch, at both ends of the part
     alltoalls    how DTensor cuts a tensor along another dimension

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.torch.sharding import losses, pieces
+from hvdlite.torch.sharding import losses, pieces, ring
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes, pointwise
 from hvdlite.torch.sharding.rules.rule import (
     Args,
@@ -89,13 +89,20 @@ def cross_entropy(function: Any, args: Args, kwargs: Options, result: torch.Tens
 
 
 def attention(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
-    """Return the rule of attention that is cut by batch, heads and queries."""
+    """Return the rule of attention that is cut by batch, heads and words.
+
+    Where words see words of the same sequence, keys and values are cut as queries are, and passed
+    around a ring; with dropout, or of another sequence, only queries are cut.
+    """
     query, key, value = (tuple(each.shape) for each in args[:3])
     mask = argument_of(function, args, kwargs, "attn_mask")
     causal = argument_of(function, args, kwargs, "is_causal")
     full = tuple(result.shape)
     batch = len(full) - 2
     lengths = list(full[:-2])
+    around = query[:-1] == key[:-1] == value[:-1] and not argument_of(
+        function, args, kwargs, "dropout_p"
+    )
     inputs: list[Axes] = []
     for shape in (query, key, value):
         axes: list[int | None] = []
@@ -107,12 +114,23 @@ def attention(function: Any, args: Args, kwargs: Options, result: torch.Tensor) 
                 lengths[dim] = math.gcd(lengths[dim], length)
             else:
                 axes.append(None)
-        inputs.append((*axes, batch if len(inputs) == 0 else None, None))
+        inputs.append((*axes, batch if around or not inputs else None, None))
     output: Axes = (*range(batch), batch, None)
     if mask is not None:
         of_mask = broadcast_axes(tuple(mask.shape), (*full[:-1], key[-2]))
         if of_mask is None:
             return None
         inputs.append((*of_mask[:-1], None))
-    uncut = frozenset([batch]) if causal else frozenset()
-    return Rule(tuple(inputs), output, (*lengths, full[-2]), uncut)
+    if not around:
+        uncut = frozenset([batch]) if causal else frozenset()
+        return Rule(tuple(inputs), output, (*lengths, full[-2]), uncut)
+    scale = argument_of(function, args, kwargs, "scale")
+
+    def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
+        if site.cuts[batch] == 1:
+            return function, given, options
+        of_words = ring.Ring(site.members(batch), site.coordinates[batch], site.collectives)
+        of_mask = given[3] if len(given) > 3 else options.get("attn_mask")
+        return ring.attention, (*given[:3], of_mask, scale, bool(causal), of_words), {}
+
+    return Rule(tuple(inputs), output, (*lengths, full[-2]), exchanged=(batch, 2), local=local)

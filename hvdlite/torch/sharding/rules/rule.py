@@ -34,8 +34,8 @@ class Rule:
 
     `uncut`: axes that stay whole. `is_view`: the operator computes nothing. `complete`: axes that
     the result lacks, and over which the local operator sums among ranks itself. `turned`: inputs
-    whose dimensions strategies list from the last one on. `exchanged`: an axis of which ranks
-    exchange parts inside of the operator. `local`: what runs instead on parts.
+    whose dimensions strategies list from the last one on. `exchanged`: see
+    `hvdlite.common.layouts.operators.Operator`. `local`: what runs instead on parts.
     """
 
     inputs: tuple[Axes, ...]
@@ -45,7 +45,7 @@ class Rule:
     is_view: bool = False
     complete: frozenset[int] = frozenset()
     turned: frozenset[int] = frozenset()
-    exchanged: int | None = None
+    exchanged: tuple[int, int] | None = None
     local: Callable[[Site, tuple[Any, ...], dict[str, Any]], Run] | None = None
 
 

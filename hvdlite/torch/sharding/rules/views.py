@@ -233,5 +233,5 @@ def rows_apart(function: Any, args: Args, kwargs: Options, result: torch.Tensor)
         return attention.rows_of_ranks_apart, (given[0], parts, rows), {}
 
     return Rule(
-        (axes,), (None, *axes), tuple(result.shape[1:]), is_view=True, exchanged=0, local=local
+        (axes,), (None, *axes), tuple(result.shape[1:]), is_view=True, exchanged=(0, 0), local=local
     )
