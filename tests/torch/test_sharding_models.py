@@ -136,6 +136,7 @@ def test_columns_and_rows(ranks: int) -> None:
     assert found.mesh == (ranks,), "one axis does"
     assert found.plan.layouts["up.weight"].cuts == (ranks, 1)
     assert found.plan.layouts["attention.out.weight"].cuts == (1, ranks)
+    assert found.plan["n2"].bytes == found.plan["add"].bytes == 0, "a norm's words are cut before"
     for name in ("attention.scaled_dot_product_attention", "attention.view"):
         heads = found.plan[name].strategy[0]
         assert ranks in heads, (name, heads)

@@ -2,8 +2,9 @@
 
 From the configured operators on, breadth first, forward and backward, each operator gets the
 strategy whose inputs and output are nearest to those that its neighbours have: the one for which a
-rank receives the fewest bytes on the edges, then the fewest for its own partial sums, then the
-smallest one. This module never sees a tensor.
+rank receives the fewest bytes on the edges, then the fewest for its own partial sums, then the one
+that cuts least of what a later operator needs whole, then the smallest one. This module never sees
+a tensor.
 """
 
 from __future__ import annotations
@@ -132,6 +133,26 @@ def _configured(
     return graph
 
 
+def _needed_whole(operators: Sequence[Operator]) -> dict[str, set[int]]:
+    """Return by tensor the dimensions that an operator needs whole, now or after others."""
+    needed: dict[str, set[int]] = {}
+    for operator in reversed(operators):
+        later = needed.get(operator.output.tensor, set())
+        uncut = operator.uncut | {
+            axis
+            for dim, axis in enumerate(operator.output.axes)
+            if axis is not None and dim in later
+        }
+        for operand in operator.inputs:
+            found = {
+                dimension
+                for dimension, axis in enumerate(operand.axes)
+                if operand.shape[dimension] > 1 and (axis is None or axis in uncut)
+            }
+            needed.setdefault(operand.tensor, set()).update(found)
+    return needed
+
+
 class _Graph:
     """The operators, and the cuts that have been decided."""
 
@@ -148,6 +169,7 @@ class _Graph:
             for operand in operator.inputs:
                 self._consumers.setdefault(operand.tensor, []).append(operator.name)
             self._producer[operator.output.tensor] = operator.name
+        self._needed_whole = _needed_whole(operators)
 
     def spread(self, names: list[str], by_samples: bool = False) -> None:
         """Decide all that is connected with these operators, which are decided.
@@ -180,9 +202,16 @@ class _Graph:
                 operator.own_bytes(cuts),
                 -math.prod(cuts) if operator.is_view else 0,
                 -cuts[0] if by_samples and cuts else 0,
+                self._parts_of_needed(operator, cuts),
                 operator.strategy(cuts),
             ),
         )
+
+    def _parts_of_needed(self, operator: Operator, cuts: tuple[int, ...]) -> int:
+        """Return into how many parts is cut what later operators need whole."""
+        needed = self._needed_whole.get(operator.output.tensor, ())
+        axes = [operator.output.axes[dimension] for dimension in needed]
+        return math.prod(cuts[axis] for axis in axes if axis is not None)
 
     def batch_axes(self, batches: Sequence[str]) -> dict[str, int]:
         """Return the operators that take these tensors, each with the axis of samples."""
