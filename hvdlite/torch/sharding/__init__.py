@@ -17,10 +17,6 @@ output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
     moves        a tensor from one layout to another, and its gradient back
     collectives  what ranks exchange for it
     pieces       operators that are another computation on a part
-    batches      batch normalization, the same
-    losses       cross entropies, the same
-    attention    attention with heads, as torch has it
-    ring         attention over words that are cut
     running      what `shard` returns
     shares       a rank's share of the batch, at both ends of the part
     alltoalls    how DTensor cuts a tensor along another dimension

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvdlite.torch.sharding.attention import HeadsApart
 from hvdlite.torch.sharding.record import Record, Ref
+from hvdlite.torch.sharding.rules.attention import HeadsApart
 
 # The attribute of a sharded module that has the forward() from before.
 ORIGINAL = "_hvdlite_forward"

@@ -11,4 +11,11 @@ the operator itself. An operator without a rule runs on whole inputs.
     layers       norms, embeddings, losses, attention
     images       convolutions, pooling, norms over batches
     table        which operator has which rule
+
+and what runs on parts where that is more than the operator itself:
+
+    attention    attention with heads, as torch has it
+    ring         attention over words that are cut
+    losses       cross entropies whose classes are cut
+    batches      batch normalization over samples that are cut
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.torch.sharding import batches
+from hvdlite.torch.sharding.rules import batches
 from hvdlite.torch.sharding.rules.rule import (
     Args,
     Axes,

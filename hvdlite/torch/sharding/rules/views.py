@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.torch.sharding import attention
+from hvdlite.torch.sharding.rules import attention
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
 from hvdlite.torch.sharding.rules.rule import (
     Args,
