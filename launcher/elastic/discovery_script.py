@@ -6,19 +6,16 @@ import contextlib
 import os
 import shlex
 import signal
-import subprocess
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.hosts.hosts import parse_discovery
 from hvdlite.launcher.hosts.unreachable import spell_end
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.processes.signals import die_with_parent
+from hvdlite.launcher.processes.leading_process import READ_BYTES, LeadingProcess
 
 EVERY_SECONDS = 1.0  # From the start of a run to that of the next one.
 LONGEST_SECONDS = 10.0  # A run that takes longer is killed.
-READ_BYTES = 1 << 16
 MOST_BYTES = 1 << 20  # Of the output that is kept.
 
 Found = Callable[[dict[str, int]], None]
@@ -72,7 +69,7 @@ class DiscoveryScript:
         return shlex.quote(os.path.abspath(self._script)) if is_file else self._script
 
     def _conclude(self, run: _Run) -> None:
-        code, out, err = run.code, run.text("stdout"), run.text("stderr")
+        code, out, err = run.result()
         run.close()
         self._run = None
         if code:
@@ -101,23 +98,19 @@ class _Run:
         self, command: str, environ: Mapping[str, str], loop: EventLoop,
         ended: Callable[[_Run], None],
     ) -> None:  # fmt: skip
-        die = die_with_parent(signal.SIGKILL)
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", command], env=environ, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            preexec_fn=die,  # noqa: PLW1509 - it makes one system call
-        )  # fmt: skip
+        self._process = LeadingProcess(
+            ["/bin/sh", "-c", command], environ, loop, signal.SIGKILL, folder=None
+        )
         self._loop, self._ended = loop, ended
-        self._said = {"stdout": b"", "stderr": b""}
-        self._streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
+        self._found = b""
+        self._fd, writer = self._process.take_streams()
+        os.close(writer)
+        os.set_blocking(self._fd, False)
         self._end_fd = os.pidfd_open(self._process.pid)
+        loop.listen(self._fd, self._read)
         loop.listen(self._end_fd, self._note_end)
-        for name, stream in self._streams.items():
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-            loop.listen(stream.fileno(), partial(self._read, name))
 
-    def _read(self, name: str, fd: int) -> bool:
+    def _read(self, fd: int) -> bool:
         """Read what is there; return whether there may be more."""
         try:
             data = os.read(fd, READ_BYTES)
@@ -125,34 +118,24 @@ class _Run:
             return False
         if not data:
             self._loop.forget(fd)
-        self._said[name] = (self._said[name] + data)[:MOST_BYTES]
-        return bool(data) and len(self._said[name]) < MOST_BYTES
+        self._found = (self._found + data)[:MOST_BYTES]
+        return bool(data) and len(self._found) < MOST_BYTES
 
     def _note_end(self, _fd: int) -> None:
-        for name, stream in self._streams.items():
-            assert stream is not None
-            while self._read(name, stream.fileno()):
-                pass
-        self._process.wait()
+        while self._read(self._fd):
+            pass
         self._ended(self)
 
-    @property
-    def code(self) -> int:
-        """The exit code, or minus the signal that ended the script."""
-        return self._process.returncode
-
-    def text(self, name: str) -> str:
-        """Return what the script has said on a stream."""
-        return self._said[name].decode(errors="replace")
+    def result(self) -> tuple[int | None, str, str]:
+        """Return how the script has ended, as `LeadingProcess.code`, its output and its errors."""
+        said = self._process.said()
+        return self._process.code, self._found.decode(errors="replace"), said
 
     def close(self) -> None:
         """Kill the script and its children, and close what belongs to it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._loop.forget(self._end_fd)
-        os.close(self._end_fd)
-        for stream in self._streams.values():
-            assert stream is not None
-            self._loop.forget(stream.fileno())
-            stream.close()
+        self._process.close()
+        for fd in (self._fd, self._end_fd):
+            self._loop.forget(fd)
+            os.close(fd)

@@ -1,4 +1,4 @@
-"""A process that is an agent, or leads to agents: ssh and srun. What it says is kept."""
+"""A process that is an agent, leads to agents (ssh, srun), or finds hosts. What it says is kept."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ EXIT_SECONDS = 0.5  # How long a process that has closed its output may take to 
 
 
 class LeadingProcess:
-    """A process that runs until its agents have ended; `death_signal` is for when we are killed."""
+    """A process that runs until its agents have ended; `death_signal` is for when we are killed.
+
+    It runs in `folder`, None: where this process does.
+    """
 
     def __init__(
         self, command: Sequence[str], environ: Mapping[str, str], loop: EventLoop,
-        death_signal: signal.Signals | None = None,
+        death_signal: signal.Signals | None = None, folder: str | None = "/",
     ) -> None:  # fmt: skip
         die = die_with_parent(death_signal) if death_signal is not None else None
         self._process = subprocess.Popen(
             command,
             env=environ,
-            cwd="/",  # No file of the user's shadows a module.
+            cwd=folder,  # In the root directory, no file of the user's shadows a module.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C comes to us alone; we end the job in order.
             preexec_fn=die,  # noqa: PLW1509 - it makes one system call
         )
+        self.pid = self._process.pid
         self._loop = loop
         self._said = b""
         assert self._process.stderr is not None
@@ -60,8 +64,10 @@ class LeadingProcess:
     def said(self) -> str:
         """Return what it has said on standard error, after a moment for its last words."""
         self.wait(EXIT_SECONDS)
-        while self._error_fd >= 0 and self._read(self._error_fd):
-            pass
+        # A child process of it may go on for ever.
+        while self._error_fd >= 0 and len(self._said) < MOST_SAID_BYTES:
+            if not self._read(self._error_fd):
+                break
         return self._said.decode(errors="replace")
 
     def _read(self, fd: int) -> int:

@@ -80,6 +80,12 @@ def test_it_is_asked_again(ask, tmp_path: Path) -> None:  # type: ignore[no-unty
     assert asked.answers == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
+@pytest.mark.parametrize("descriptor", [1, 2])
+def test_a_child_that_goes_on_and_on_does_not_hold_it_up(ask, descriptor: int) -> None:  # type: ignore[no-untyped-def]
+    asked = ask(f"echo a:1; yes >&{descriptor} & exit 3")
+    assert "ended with exit code 3" in asked.ask()
+
+
 def test_a_line_for_the_shell_will_do(ask) -> None:  # type: ignore[no-untyped-def]
     asked = Asked("echo a:1; echo b", 5.0)
     try:
