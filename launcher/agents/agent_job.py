@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hvdlite.common.meeting.placement import place_variables, places
 from hvdlite.common.plain.config import Config
 from hvdlite.launcher.agents.agent_connection import AgentHost
 from hvdlite.launcher.agents.channel import PART_BYTES
@@ -26,7 +27,7 @@ class AgentJob:
     ) -> None:
         self.silence_seconds = Config.from_environ(environ).peer_timeout_seconds
         self._options, self._environ = options, environ
-        self._hosts = hosts
+        self._places = places([host.name for host in hosts for _ in host.ranks])
         self._secret = os.urandom(16).hex()
         self._token = f"hvdlite-rank-{os.urandom(8).hex()}"
         self._directory = os.getcwd()
@@ -82,17 +83,11 @@ class AgentJob:
         """Return the variables that tell a rank its place in the job."""
         local_rank = host.ranks.index(rank)
         pod = self._options.torch_pod
-        peers = [each for each in self._hosts if len(each.ranks) > local_rank]
-        place = {
-            "RANK": rank,
-            "SIZE": self._options.size,
-            "LOCAL_RANK": local_rank,
-            "LOCAL_SIZE": len(host.ranks),
-            "CROSS_RANK": pod.index if pod else peers.index(host),
-            "CROSS_SIZE": pod.pods if pod else len(peers),
-        }
-        prefixes = ("HVDLITE", "HOROVOD") if self._options.as_horovod else ("HVDLITE",)
-        variables = {f"{prefix}_{name}": str(n) for prefix in prefixes for name, n in place.items()}
+        place = self._places[self._options.ranks.index(rank)]
+        if pod is not None:
+            among = {"CROSS_RANK": pod.index, "CROSS_SIZE": pod.pods}
+            place = {**place, "RANK": rank, "SIZE": pod.size, **among}
+        variables = place_variables(place, self._options.as_horovod)
         if self._options.cluster is not None:
             variables |= {"HVDLITE_NODE_ID": f"worker{rank}", "HVDLITE_NODE_NUMBER": str(rank)}
         if self._options.torchrun_env:

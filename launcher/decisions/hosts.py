@@ -186,27 +186,3 @@ def order_hosts(previous: Sequence[str], available: Iterable[str]) -> list[str]:
     new = list(available)
     old = [host for host in previous if host in new]
     return old + [host for host in new if host not in old]
-
-
-def places(hosts: Sequence[str]) -> list[dict[str, int]]:
-    """Return the place of each rank, given the host of each rank.
-
-    A cross rank counts the hosts that have a rank with this local rank.
-    """
-    local_sizes, cross_sizes = Counter(hosts), Counter[int]()
-    local_ranks = Counter[str]()
-    result = []
-    for rank, host in enumerate(hosts):
-        local_rank = local_ranks[host]
-        local_ranks[host] += 1
-        result.append(
-            {
-                "RANK": rank,
-                "SIZE": len(hosts),
-                "LOCAL_RANK": local_rank,
-                "LOCAL_SIZE": local_sizes[host],
-                "CROSS_RANK": cross_sizes[local_rank],
-            }
-        )
-        cross_sizes[local_rank] += 1
-    return [{**place, "CROSS_SIZE": cross_sizes[place["LOCAL_RANK"]]} for place in result]

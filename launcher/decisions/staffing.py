@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from hvdlite.common.meeting.placement import places
 from hvdlite.launcher.decisions.commands import (
     Command,
     DropAgent,
@@ -16,7 +17,7 @@ from hvdlite.launcher.decisions.commands import (
     Tell,
 )
 from hvdlite.launcher.decisions.failures import FOREVER, Failures
-from hvdlite.launcher.decisions.hosts import Hosts, Stand, order_hosts, places
+from hvdlite.launcher.decisions.hosts import Hosts, Stand, order_hosts
 from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
 
 # How long a worker that was told to end may take, until SIGTERM and until SIGKILL.

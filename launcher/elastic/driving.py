@@ -6,6 +6,7 @@ import signal
 from abc import ABC, abstractmethod
 from typing import Any
 
+from hvdlite.common.meeting.placement import place_variables
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import ElasticPlan
 from hvdlite.launcher.decisions.driver import Driver
@@ -95,8 +96,5 @@ def worker_variables(worker: commands.StartWorker, as_horovod: bool) -> dict[str
     Those of its host come beside them. They are never updated later.
     """
     known = {**worker.place, "HOSTNAME": worker.host, "ELASTIC": 1}
-    prefixes = ("HVDLITE", "HOROVOD") if as_horovod else ("HVDLITE",)
-    variables = {
-        f"{prefix}_{name}": str(text) for prefix in prefixes for name, text in known.items()
-    }
+    variables = place_variables(known, as_horovod)
     return variables | {"HVDLITE_WORKER": str(worker.number)} | (OF_HOROVOD if as_horovod else {})

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.common.base.host_update import HostUpdateResult
+from hvdlite.common.meeting.placement import places
 from hvdlite.common.plain.config import Config
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
 from hvdlite.launcher.decisions.driver import Driver
-from hvdlite.launcher.decisions.hosts import places
 from hvdlite.launcher.elastic.discovery import DiscoveredHosts, HostDiscovery, HostManager
 from hvdlite.launcher.elastic.horovod_types import Results, SlotInfo
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.launcher.decisions.hosts import places
+from hvdlite.common.meeting.placement import places
 from tests.elastic_driver.simulation import Simulation
 
 

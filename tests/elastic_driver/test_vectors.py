@@ -9,8 +9,9 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
+from hvdlite.common.meeting.placement import places
 from hvdlite.launcher.decisions.failures import Cooldowns
-from hvdlite.launcher.decisions.hosts import order_hosts, places
+from hvdlite.launcher.decisions.hosts import order_hosts
 from hvdlite.launcher.hosts.hosts import parse_discovery
 
 

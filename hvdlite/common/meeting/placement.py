@@ -1,4 +1,4 @@
-"""Ranks that a cluster's scheduler has placed: their order, and the variables that name them.
+"""The place of each rank on its host and among the hosts, and the variables that tell it.
 
 Ray and Spark start processes where they like. The processes of one host get neighbouring ranks, and
 the host of the first process comes first, as Horovod has it.
@@ -7,7 +7,8 @@ the host of the first process comes first, as Horovod has it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 
 def order_by_host(hosts: Sequence[str]) -> list[int]:
@@ -16,37 +17,47 @@ def order_by_host(hosts: Sequence[str]) -> list[int]:
     return sorted(range(len(hosts)), key=lambda index: (first_on[hosts[index]], index))
 
 
+def places(hosts: Sequence[str]) -> list[dict[str, int]]:
+    """Return the place of each rank, given the host of each rank.
+
+    A cross rank counts the hosts that have a rank with this local rank.
+    """
+    local_sizes, cross_sizes = Counter(hosts), Counter[int]()
+    local_ranks = Counter[str]()
+    result = []
+    for rank, host in enumerate(hosts):
+        local_rank = local_ranks[host]
+        local_ranks[host] += 1
+        result.append(
+            {
+                "RANK": rank,
+                "SIZE": len(hosts),
+                "LOCAL_RANK": local_rank,
+                "LOCAL_SIZE": local_sizes[host],
+                "CROSS_RANK": cross_sizes[local_rank],
+            }
+        )
+        cross_sizes[local_rank] += 1
+    return [{**place, "CROSS_SIZE": cross_sizes[place["LOCAL_RANK"]]} for place in result]
+
+
+def place_variables(place: Mapping[str, object], as_horovod: bool = True) -> dict[str, str]:
+    """Return the variables that tell a rank its place, under the names of Horovod as well."""
+    prefixes = ("HVDLITE", "HOROVOD") if as_horovod else ("HVDLITE",)
+    return {f"{prefix}_{name}": str(text) for prefix in prefixes for name, text in place.items()}
+
+
 def rank_variables(hosts: Sequence[str], address: str, secret: str) -> list[dict[str, str]]:
     """Return the variables of each rank; `hosts` has the host of each rank.
 
     `address` is the ``host:port`` at which a server that knows `secret` waits for the ranks.
     """
-    local_ranks = [list(hosts[:rank]).count(host) for rank, host in enumerate(hosts)]
-    names = list(dict.fromkeys(hosts))
-    variables = []
-    for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
-        peers = [name for name in names if hosts.count(name) > local_rank]
-        numbers = {
-            "RANK": rank,
-            "SIZE": len(hosts),
-            "LOCAL_RANK": local_rank,
-            "LOCAL_SIZE": hosts.count(host),
-            "CROSS_RANK": peers.index(host),
-            "CROSS_SIZE": len(peers),
-        }
-        variables.append(
-            {
-                f"{prefix}_{name}": str(number)
-                for prefix in ("HVDLITE", "HOROVOD")
-                for name, number in numbers.items()
-            }
-            | {
-                "HVDLITE_RENDEZVOUS": address,
-                "HVDLITE_RENDEZVOUS_SERVER": "external",
-                "HVDLITE_SECRET": secret,
-            }
-        )
-    return variables
+    meeting = {
+        "HVDLITE_RENDEZVOUS": address,
+        "HVDLITE_RENDEZVOUS_SERVER": "external",
+        "HVDLITE_SECRET": secret,
+    }
+    return [place_variables(place) | meeting for place in places(hosts)]
 
 
 def new_secret() -> str:
