@@ -162,7 +162,7 @@ def test_a_fault_is_one_sentence_and_nothing_starts(lab: Lab, name: str) -> None
     (sentence,) = [text for text in sentences(done) if not text.startswith("warning: ")]
     assert re.match(pattern, sentence), sentence
     assert done.stderr.count("\n") == len(sentences(done)), done.stderr  # and nothing else
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 19
 
 
 @pytest.mark.parametrize(

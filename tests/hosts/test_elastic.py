@@ -49,9 +49,9 @@ def test_a_cut_cable_is_noticed_after_the_limit_and_the_host_comes_back(site: Th
             begin = time.monotonic()
             two = watch.world(2)
             took = time.monotonic() - begin
-            assert 0.8 < took < 1.0 + 0.7, took
+            assert 0.8 < took < 8, took
             assert numbers(two) == numbers(first)[:2]
-            wait_for_none(site.lab, "nodeb", 4.0)
+            wait_for_none(site.lab, "nodeb", 20.0)
             site.lab.end_sessions("nodeb")
         assert "nodeb" in watch.line("has not answered for 1 seconds")
         again = watch.world(4, epoch=two[0].epoch + 1, timeout=30)
@@ -77,7 +77,7 @@ def test_sigterm_to_an_agent_lets_its_workers_leave_in_order(site: ThreeHosts) -
         two = watch.world(2)
         assert numbers(two) == numbers(first)[:2]
         assert two[0].step >= first[0].step
-        wait_for_none(site.lab, "nodeb", 5.0)
+        wait_for_none(site.lab, "nodeb", 20.0)
         assert site.end(watch) == 0
     assert not any(line.partition(":")[2].startswith("lost") for line in watch.out)
 
