@@ -17,7 +17,7 @@ def check(*command: str, cwd: Path = ROOT) -> None:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,7 +31,7 @@ def test_the_code_is_formatted() -> None:
     check("ruff", "format", "--check")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_mypy_finds_nothing(tmp_path: Path) -> None:
     """In a tree that is laid out as it is installed, where launcher/ is hvdlite/launcher."""
     package = tmp_path / "hvdlite"
