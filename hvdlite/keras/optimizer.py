@@ -142,7 +142,7 @@ def PartialDistributedOptimizer(  # noqa: N802
 def _check_shardable(optimizer: Any, kind: Kind, settings: Settings) -> None:
     if kind.package != "keras":
         raise ValueError(f"shard_state=True needs an optimizer of Keras 3, not of {kind.package}")
-    from hvdlite.keras.elementwise import check_shardable  # Most jobs never need it.
+    from hvdlite.keras.optimizer_families import check_shardable  # Most jobs never need it.
 
     check_shardable(optimizer, settings)
 

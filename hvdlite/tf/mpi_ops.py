@@ -31,8 +31,7 @@ from hvdlite.common.runtime import public_names
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.public_names import *  # noqa: F403
 from hvdlite.tf.calls.collective_call import SignalCall
-from hvdlite.tf.calls.runner import TensorFlowRunner
-from hvdlite.tf.calls.running import run_calls
+from hvdlite.tf.calls.runner import TensorFlowRunner, run_calls
 from hvdlite.tf.errors import public
 from hvdlite.tf.sparse import allreduce_mixed, dense
 from hvdlite.tf.topology_ops import (

@@ -12,7 +12,7 @@ from hvdlite.common.runtime.basics import local_rank, local_size, rank
 from hvdlite.common.runtime.current import finder, use
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.tf.calls.graph_order import in_any_order
+from hvdlite.tf.calls.python_graph_ops import in_any_order
 from hvdlite.tf.errors import WithoutOwnFrames, public
 
 

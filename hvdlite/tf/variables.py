@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.tf.calls.collective_call import TensorCall
-from hvdlite.tf.calls.running import name_in_graph, run_calls
+from hvdlite.tf.calls.runner import name_in_graph, run_calls
 
 SOURCES = Sources(tf.Variable)
 

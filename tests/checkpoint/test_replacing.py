@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.checkpoint.folder import Folder
+from hvdlite.checkpoint.manifest import Folder
 from hvdlite.common.base.errors import HorovodInternalError
 from tests.checkpoint.parts import FULL, Layout, cut, load, save
 from tests.ranks import run_ranks

@@ -11,14 +11,14 @@ import tensorflow as tf
 
 import hvdlite.tf as hvd
 from hvdlite.common.base.report_failure import OWN_FOLDER
-from hvdlite.tf.calls import running
+from hvdlite.tf.calls import runner
 from tests.ranks import run_ranks
 
 
 @pytest.fixture(params=["auto", "off"], autouse=True)
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "off":
-        monkeypatch.setattr(running, "library", lambda: None)
+        monkeypatch.setattr(runner, "library", lambda: None)
     yield
 
 

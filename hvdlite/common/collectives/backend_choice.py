@@ -23,7 +23,7 @@ from hvdlite.common.collectives.base import (
 )
 from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
-from hvdlite.common.collectives.host_backends.flat import FlatBackend
+from hvdlite.common.collectives.host_backends.backend import FlatBackend
 from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.mpi import MpiBackend

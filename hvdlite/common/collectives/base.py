@@ -7,17 +7,18 @@ arguments in the same order. A backend raises `PeerLostError` when a member is g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.plain.messages import Response
 from hvdlite.common.transport.base import Transport
 
 Array = NDArray[Any]
@@ -113,3 +114,62 @@ class Backend(Protocol):
 
 
 BackendFactory = Callable[[Transport], Backend]
+
+
+# -- tensors that are reduced in place, for backends in compiled code: addresses instead of arrays
+
+
+class Operand(Protocol):
+    """One tensor of a segment at one rank. A joined rank's has neutral input, and no reader."""
+
+    response: Response
+    splits: tuple[int, ...]  # alltoall: rows for each member
+    received_splits: tuple[int, ...]  # alltoall: set by the run
+    address: int | None  # see `Entry.address`
+    count: int
+
+    @property
+    def input(self) -> Array:
+        """The input, flat."""
+
+    def output(self, shape: tuple[int, ...]) -> Array:
+        """Return the output of this shape, flat; may be the input's memory."""
+
+
+class InPlace(Sequence[Array]):
+    """The flat arrays of tensors, which are their inputs and outputs.
+
+    An array is made when it is asked for: it takes a microsecond, and as long again to tell its
+    address.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Operand], addresses: list[int], dtype: np.dtype[Any]
+    ) -> None:
+        self._tensors = tensors
+        self.dtype = dtype
+        self.addresses = addresses
+        self.sizes = [tensor.count for tensor in tensors]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Operand], dtype: np.dtype[Any]) -> InPlace | None:
+        """Return the arrays of `tensors`, of this dtype, if all of them have addresses."""
+        addresses = [tensor.address for tensor in tensors]
+        if None in addresses:
+            return None
+        return cls(tensors, [address for address in addresses if address is not None], dtype)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[Array]:
+        return (tensor.input for tensor in self._tensors)
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Array]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [tensor.input for tensor in self._tensors[index]]
+        return self._tensors[index].input

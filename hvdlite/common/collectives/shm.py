@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
+from hvdlite.common.collectives.base import Activity, Array, InPlace, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_part, member_chain
-from hvdlite.common.collectives.in_place import InPlace
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.collectives import (
     MEASURED,

@@ -11,36 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Backend, Members, Reduction
-from hvdlite.common.collectives.in_place import InPlace
+from hvdlite.common.collectives.base import (
+    Activity,
+    Backend,
+    InPlace,
+    Members,
+    Operand,
+    Reduction,
+)
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.messages import Request, Response
 
 Array = NDArray[Any]
-
-
-class Operand(Protocol):
-    """One tensor of a segment at one rank. A joined rank's has neutral input, and no reader."""
-
-    response: Response
-    splits: tuple[int, ...]  # alltoall: rows for each member
-    received_splits: tuple[int, ...]  # alltoall: set by the run
-    address: int | None  # see `Entry.address`
-    count: int
-
-    @property
-    def input(self) -> Array:
-        """The input, flat."""
-
-    def output(self, shape: tuple[int, ...]) -> Array:
-        """Return the output of this shape, flat; may be the input's memory."""
 
 
 @dataclass(frozen=True)

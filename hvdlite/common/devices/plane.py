@@ -32,8 +32,7 @@ from hvdlite.common.devices.collectives import (
 )
 from hvdlite.common.devices.communicators import CommunicatorTable, Layers, quietly
 from hvdlite.common.devices.finalizer import Finalizer, Launched, described, ignore
-from hvdlite.common.devices.hierarchy import HierarchicalAllreduce
-from hvdlite.common.devices.host_paths import HostPaths
+from hvdlite.common.devices.hierarchy import HierarchicalAllreduce, HostPaths
 from hvdlite.common.devices.interface import (
     Buffer,
     Communicator,

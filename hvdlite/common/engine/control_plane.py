@@ -18,8 +18,7 @@ from hvdlite.common.collectives.between_hosts.carried import add_up
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
-from hvdlite.common.decisions.deadlocks import FIRST_SECONDS, DeadlockDetector
-from hvdlite.common.decisions.stall_inspector import StallInspector
+from hvdlite.common.decisions.stall_inspector import FIRST_SECONDS, DeadlockDetector, StallInspector
 from hvdlite.common.devices.agreement import Ballot
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.plain.config import Config

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
-from hvdlite.common.collectives.base import Backend, Members
+from hvdlite.common.collectives.base import Backend, Members, Operand
 from hvdlite.common.collectives.between_hosts.carried import may_be_carried
 from hvdlite.common.collectives.host_backends.backend import HostsBackend
-from hvdlite.common.collectives.table import SPECS, CollectiveRun, Operand, reduction_of
+from hvdlite.common.collectives.table import SPECS, CollectiveRun, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.devices.operands import neutral_value
 from hvdlite.common.devices.plane import DevicePlane, Span

@@ -20,12 +20,10 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import MpiExchange
 from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.plain.config import Config
-from hvdlite.common.transport.backoff import Backoff
 from hvdlite.common.transport.base import Array, Incoming, Pending, connection_lost, do_nothing
 from hvdlite.common.transport.bootstrap import exchange_versions, find_hosts
 from hvdlite.common.transport.local import LocalMesh
-from hvdlite.common.transport.mpi_failures import RemoteFailures
-from hvdlite.common.transport.mpi_messages import RemoteMessages
+from hvdlite.common.transport.mpi_messages import Backoff, RemoteFailures, RemoteMessages
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -1,4 +1,7 @@
-"""Control messages between hosts: sent over MPI without blocking, and received as a whole."""
+"""Control messages between hosts over MPI, the sleeps between polls, and the failures it reports.
+
+Messages are sent without blocking, and received as a whole.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,126 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.transport.backoff import Backoff
-from hvdlite.common.transport.base import Incoming
-from hvdlite.common.transport.mpi_failures import RemoteFailures
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+# -- sleeps between polls
+
+# MPI cannot block without spinning, so waits poll it. A sleep is a share of the time since
+# something came last: the share is the delay that sleeping can add. Short sleeps may be a large
+# share; longer ones, which an idle job makes, are a small share, so that an idle rank costs nearly
+# no time.
+SHORTEST_SLEEP, BUSY_SLEEP, LONGEST_SLEEP = 20e-6, 4e-3, 20e-3  # In seconds.
+BUSY_SHARE, IDLE_SHARE = 1 / 8, 1 / 64  # The first one up to BUSY_SLEEP, then the second one.
+
+
+class Backoff:
+    """The sleeps of one wait."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._next_check = self._start + CHECK_SECONDS
+
+    def seconds(self) -> float:
+        """Return how long to sleep now."""
+        waited = time.monotonic() - self._start
+        busy = min(max(waited * BUSY_SHARE, SHORTEST_SLEEP), BUSY_SLEEP)
+        return min(max(waited * IDLE_SHARE, busy), LONGEST_SLEEP)
+
+    def check_is_due(self) -> bool:
+        """Return True every CHECK_SECONDS, for checks that are too slow for every poll."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return False
+        self._next_check = now + CHECK_SECONDS
+        return True
+
+
+# -- the failures of remote ranks, as far as MPI reports them
+
+# An MPI with user-level failure mitigation (ULFM: Bland, Bouteiller, Herault, Bosilca and Dongarra,
+# "Post-failure recovery of MPI communication capability", 2013) survives the death of a rank: calls
+# that need the rank raise an error, and the others can ask which ranks have died. With any other
+# MPI the launcher notices the death, and ends the job.
+_DEATHS = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+
+
+class RemoteFailures:
+    """Which ranks of a communicator have died, and what the errors of MPI mean."""
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._rank: int = comm.rank
+        # Whether anything of MPI has failed. Then no communicator is freed at the end: freeing is
+        # collective, and would wait for dead ranks.
+        self.occurred = False
+        self._next_search = 0.0  # Monotonic seconds.
+        self._detects = self._can_detect()
+        self._deaths = {getattr(mpi, name, -1) for name in _DEATHS}
+
+    def _can_detect(self) -> bool:
+        """Return whether this MPI tells which ranks have died."""
+        try:
+            self._comm.Get_failed().Free()
+        except (self._mpi.Exception, NotImplementedError):
+            return False
+        return True
+
+    def dead(self) -> set[int]:
+        """Return the ranks that MPI knows to be dead."""
+        if not self._detects:
+            return set()
+        failed, everyone = self._comm.Get_failed(), self._comm.Get_group()
+        try:
+            return set(failed.Translate_ranks(list(range(failed.size)), everyone))
+        finally:
+            failed.Free()
+            everyone.Free()
+
+    def search(self, alive: set[int]) -> list[int]:
+        """Return which of the ranks `alive` have died since.
+
+        MPI is asked only every CHECK_SECONDS, as the question takes time.
+        """
+        now = time.monotonic()
+        if now < self._next_search:
+            return []
+        self._next_search = now + CHECK_SECONDS
+        dead = sorted(self.dead() & alive)
+        if dead:
+            self.occurred = True
+            self._comm.Ack_failed()  # A probe of any source raises until deaths are acknowledged.
+        return dead
+
+    def check_is_death(self, error: MPI.Exception, rank: int | None) -> None:
+        """Return if `error` tells the death of a rank, which `search` reports.
+
+        Raises `HorovodInternalError` for any other error.
+        """
+        self.occurred = True
+        if error.Get_error_class() not in self._deaths:
+            place = "" if rank is None else f" to rank {rank}"
+            raise HorovodInternalError(f"MPI failed{place}: {error}", rank) from error
+
+    def error_of(self, error: MPI.Exception, rank: int | None) -> HorovodInternalError:
+        """Return the error of a wait for `rank`, which names the rank that has died.
+
+        A rank that is alive can fail to answer because another one has died: the dead one is named.
+        """
+        if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
+            return ProtocolError(f"rank {rank} sent more than was expected", rank)
+        self.check_is_death(error, rank)
+        dead = self.dead()
+        if rank is None or (dead and rank not in dead):
+            rank = min(dead, default=self._rank)
+        return connection_lost(rank)
+
+
+# -- messages
 
 BODY, GOODBYE = 1, 2  # Tags of messages. A goodbye closes the connection, as MPI shows no close.
 

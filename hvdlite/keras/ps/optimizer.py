@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.keras.elementwise import KNOWN_TO_LOOK_AT_WHOLE, treats_elements_alone
 from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.keras_patches import ON_SERVERS, patch_keras
-from hvdlite.keras.optimizer_families import kind_of, parts_of
+from hvdlite.keras.optimizer_families import (
+    KNOWN_TO_LOOK_AT_WHOLE,
+    kind_of,
+    parts_of,
+    treats_elements_alone,
+)
 from hvdlite.keras.ps.updater import LEARNING_RATE, KerasUpdater
 from hvdlite.keras.subclass import save_as
 from hvdlite.ps import context

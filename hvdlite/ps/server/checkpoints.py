@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from hvdlite.checkpoint import manifest
-from hvdlite.checkpoint.folder import MANIFEST, Folder
-from hvdlite.checkpoint.manifest import Manifest
+from hvdlite.checkpoint.manifest import MANIFEST, Folder, Manifest
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.server import saved_files

@@ -26,7 +26,7 @@ from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import finder
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.tf.accelerators.placement import accelerator_now
+from hvdlite.tf.accelerators.library import accelerator_now
 from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, DeviceTensor, lent
 from hvdlite.tf.accelerators.tensors import tensor_of as tensor_of_device
 from hvdlite.tf.errors import as_tensorflow_errors

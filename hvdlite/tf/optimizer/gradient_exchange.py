@@ -16,8 +16,7 @@ from hvdlite.common.runtime.current import find
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.tf.calls.bucket_call import BucketCall
 from hvdlite.tf.calls.collective_call import TensorCall
-from hvdlite.tf.calls.runner import TensorFlowRunner
-from hvdlite.tf.calls.running import name_in_graph, run_calls
+from hvdlite.tf.calls.runner import TensorFlowRunner, name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_slices, dense
 from hvdlite.tf.variables import SOURCES
 

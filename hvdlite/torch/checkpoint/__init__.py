@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdlite.checkpoint import trees
-from hvdlite.checkpoint.folder import MANIFEST, Folder
 from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
 from hvdlite.checkpoint.job import in_turn, together
 from hvdlite.checkpoint.loading import Options
+from hvdlite.checkpoint.manifest import MANIFEST, Folder
 from hvdlite.checkpoint.tensors import Owner, Tensors
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor

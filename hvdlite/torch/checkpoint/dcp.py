@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hvdlite.checkpoint import loading, saving, trees
-from hvdlite.checkpoint.folder import Folder
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.loading import Options
-from hvdlite.checkpoint.manifest import Manifest, Record
+from hvdlite.checkpoint.manifest import Folder, Manifest, Record
 from hvdlite.checkpoint.tensors import Part, Tensors
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.layouts.layout import whole

@@ -15,7 +15,7 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice
 from hvdlite.common.collectives.between_hosts.costs import Model
-from hvdlite.common.collectives.host_backends.flat import FlatBackend
+from hvdlite.common.collectives.host_backends.backend import FlatBackend
 from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype

@@ -15,8 +15,7 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.collectives.between_hosts import model_file
-from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice
-from hvdlite.common.collectives.between_hosts.broadcast_paths import paths_of
+from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice, paths_of
 from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest
 from hvdlite.common.collectives.between_hosts.host_costs import (
     BROADCAST_COSTS,

@@ -18,7 +18,7 @@ from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
-from hvdlite.common.collectives.between_hosts.broadcast_paths import PATHS, paths_of
+from hvdlite.common.collectives.between_hosts.algorithms import PATHS, paths_of
 from hvdlite.common.collectives.between_hosts.costs import Model
 from hvdlite.common.collectives.between_hosts.host_costs import (
     EXCHANGE_COSTS,

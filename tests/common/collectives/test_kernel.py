@@ -17,9 +17,9 @@ import pytest
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Reduction
-from hvdlite.common.collectives.native import finding, kernel
+from hvdlite.common.collectives.native import kernel
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.common.collectives.native.library import Library, library
+from hvdlite.common.collectives.native.library import Library, find_kernel, library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
@@ -210,7 +210,7 @@ def test_the_fastest_shipped_variant_is_taken(
     identities = set()
     for variant in OWN:
         monkeypatch.setattr(kernel, "processor_features", lambda v=variant: frozenset(v.features))
-        identities.add(finding.find_kernel(found))
+        identities.add(find_kernel(found))
     assert len(identities) == len(OWN)  # so that ranks with different ones do without
 
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_loaded_gives_way_to_the_next(
     *faster, last = OWN
     for variant in faster:
         (installed / kernel.file_name(MACHINE, variant)).write_text("no library")
-    assert finding.find_kernel(open_library)[0] == kernel.file_name(MACHINE, last)
+    assert find_kernel(open_library)[0] == kernel.file_name(MACHINE, last)
     for variant in faster:
         assert f"{installed / kernel.file_name(MACHINE, variant)} cannot be loaded" in caplog.text
 
@@ -230,7 +230,7 @@ def test_where_nothing_can_be_loaded_it_says_why(installed: Path) -> None:
     for variant in OWN:
         (installed / kernel.file_name(MACHINE, variant)).write_text("no library")
     with pytest.raises(BuildError, match=r"shipped .* cannot be loaded .*and there is no \$CXX"):
-        finding.find_kernel(open_library)
+        find_kernel(open_library)
 
 
 def test_a_library_of_other_sources_is_not_loaded(installed: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_library_of_other_sources_is_not_loaded(installed: Path) -> None:
         source.write("// changed\n")
     kernel.digest.cache_clear()
     with pytest.raises(BuildError, match=r"ships none for its sources .* and there is no"):
-        finding.find_kernel(open_library)
+        find_kernel(open_library)
 
 
 def test_where_nothing_is_shipped_this_machine_compiles(
@@ -249,7 +249,7 @@ def test_where_nothing_is_shipped_this_machine_compiles(
     shutil.rmtree(installed)
     compiler = Compiler(installed.parent, f'cp "{installed.parent}/ready.so" "$2"')
     monkeypatch.setenv("CXX", str(compiler.path))
-    name, origin = finding.find_kernel(open_library)
+    name, origin = find_kernel(open_library)
     assert name.startswith("shm-")
     assert origin == "compiled on this machine, as this installation ships none"
 

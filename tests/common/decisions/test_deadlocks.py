@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.common.decisions.deadlocks import FIRST_SECONDS, LONGEST_SECONDS, DeadlockDetector
-from hvdlite.common.decisions.stall_inspector import Waiting
+from hvdlite.common.decisions.stall_inspector import (
+    FIRST_SECONDS,
+    LONGEST_SECONDS,
+    DeadlockDetector,
+    Waiting,
+)
 from hvdlite.common.plain.messages import WaitReply
 
 

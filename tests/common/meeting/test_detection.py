@@ -8,9 +8,8 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address
-from hvdlite.common.meeting.detection import detect
+from hvdlite.common.meeting.detection import PORTS, detect
 from hvdlite.common.meeting.launch import WorldRank
-from hvdlite.common.meeting.slurm import PORTS
 from tests.common.meeting.environments import (
     BATCH,
     INDEXED_JOB,

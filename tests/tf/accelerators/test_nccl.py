@@ -25,7 +25,8 @@ from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
-from hvdlite.tf.accelerators import placement, trial
+from hvdlite.tf.accelerators import library as gpu_library
+from hvdlite.tf.accelerators import trial
 from hvdlite.tf.accelerators.library import (
     Accelerator,
     TensorFlowFramework,
@@ -61,7 +62,7 @@ def use_nccl(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, made in (("nccl:tensorflow", provider), ("nccl", lambda: None)):
         registered = libraries._Registered(made, by_name_only=False)
         monkeypatch.setitem(libraries._registered, name, registered)
-    monkeypatch.setattr(placement, "DEVICE_TYPE", "CPU")
+    monkeypatch.setattr(gpu_library, "DEVICE_TYPE", "CPU")
 
 
 def on_nccl(

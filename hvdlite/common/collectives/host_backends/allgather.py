@@ -14,8 +14,13 @@ from hvdlite.common.collectives.base import Array, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import Algorithm
 from hvdlite.common.collectives.between_hosts.pipeline import Pipeline
 from hvdlite.common.collectives.chained_view import Chain
-from hvdlite.common.collectives.host_backends.host_slices import Inside, Layers
-from hvdlite.common.collectives.host_backends.pieces import blocks_of, one_hot, pieces_of
+from hvdlite.common.collectives.host_backends.host_slices import (
+    Inside,
+    Layers,
+    blocks_of,
+    one_hot,
+    pieces_of,
+)
 from hvdlite.common.collectives.kernels import Arithmetic
 
 

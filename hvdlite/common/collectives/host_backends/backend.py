@@ -1,17 +1,21 @@
 """The collectives among several hosts but allreduce: shared memory inside, few messages between.
 
-Each backend between hosts is one of these, and adds its allreduce.
+Each backend between hosts is one of these, and adds its allreduce: that of hosts with one member
+each is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
-from hvdlite.common.collectives.between_hosts.algorithms import Choice
-from hvdlite.common.collectives.between_hosts.broadcast_paths import paths_of
+from hvdlite.common.collectives.between_hosts.algorithms import Choice, paths_of
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES, tree_piece_bytes
-from hvdlite.common.collectives.between_hosts.pipeline import Pipeline
+from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, RingOrder
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
 from hvdlite.common.collectives.host_backends.allgather import HostGather
 from hvdlite.common.collectives.host_backends.alltoall import HostExchange
@@ -134,3 +138,37 @@ class HostsBackend(RingBackend):
             plan.run(self._transport)
         else:
             plan.watch()
+
+
+class FlatBackend(HostsBackend):
+    """All collectives among hosts of one member each, by one of `algorithms` for each size."""
+
+    name = "FLAT"
+
+    def __init__(self, transport: Transport, choice: Choice) -> None:
+        super().__init__(transport, None, choice=choice)
+
+    def supports(
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
+    ) -> bool:
+        """Support all but Adasum, among three hosts or more; between two there is one choice."""
+        hosts = members.topology.hosts
+        fewest = 2 if collective == "allreduce" else 3
+        flat = len(hosts) == members.size >= fewest
+        return flat and reduce_op != ReduceOp.ADASUM
+
+    def allreduce(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        if not inputs:
+            return
+        order, arithmetic = RingOrder.of(members), Arithmetic(inputs[0].dtype, reduction)
+        for algorithm, numbers in self._choice.groups(members.size, 1, inputs).items():
+            part = [inputs[number] for number in numbers], [outputs[number] for number in numbers]
+            with activity(f"{algorithm.phase}_ALLREDUCE"):
+                self.allreduce_by(algorithm, order, *part, arithmetic)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdlite.common.collectives.base import Array
-from hvdlite.common.collectives.between_hosts.broadcast_paths import Path
+from hvdlite.common.collectives.between_hosts.algorithms import Path
 from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
 from hvdlite.common.collectives.chained_view import Chain
 from hvdlite.common.collectives.host_backends.host_slices import Inside, Layers

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hvdlite.common.collectives.base import Array, Members
-from hvdlite.common.collectives.in_place import InPlace
+from hvdlite.common.collectives.base import Array, InPlace, Members
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.library import Library
 from hvdlite.common.collectives.native.segment import (
