@@ -69,7 +69,7 @@ def rank_main(args: argparse.Namespace) -> None:
         compared_steps,
         measured_model,
     )
-    from hvdlite.common.collectives.between_hosts.costs import COSTS
+    from hvdlite.common.collectives.between_hosts.costs import ALLREDUCE, COSTS
 
     hvd.init()
     model = measured_model()
@@ -84,7 +84,7 @@ def rank_main(args: argparse.Namespace) -> None:
             {"kind": ONE, "bytes": size, "algorithm": name, "model": predicted, "seconds": measured,
              "chosen": chosen, "figures": dict(zip(model.names(), model.values, strict=True))}
             for size, times, chosen in compared
-            for name, (predicted, measured) in zip(COSTS, times, strict=True)
+            for name, (predicted, measured) in zip(COSTS[ALLREDUCE], times, strict=True)
         ]  # fmt: skip
         records += [
             {"kind": STEP, "tensors": tensors, "bytes": size, "algorithm": name,

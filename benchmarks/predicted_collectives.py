@@ -8,9 +8,9 @@ from typing import Any
 
 from measuring import duration, table
 
-from hvdlite.common.collectives.between_hosts.costs import Model
-from hvdlite.common.collectives.between_hosts.host_costs import (
-    COLLECTIVES,
+from hvdlite.common.collectives.between_hosts.costs import (
+    OTHERS,
+    Model,
     collective_seconds,
     collective_way,
 )
@@ -22,7 +22,7 @@ def predict(model: Model, ranks: Iterable[int], ranks_per_host: int) -> list[dic
     """Return a record for each size, number of ranks on several hosts, and collective."""
     layered = [each for each in ranks if each > ranks_per_host]
     records = []
-    for nbytes, size, name in product(SIZES, layered, COLLECTIVES):
+    for nbytes, size, name in product(SIZES, layered, OTHERS):
         hosts = (ranks_per_host,) * (size // ranks_per_host)
         records.append(
             {
@@ -41,4 +41,4 @@ def predictions_table(records: Sequence[Mapping[str, Any]]) -> str:
         key = f"{each['bytes'] / 1024:,.0f} KiB", f"{each['ranks']:,}"
         cell = f"{duration(each['predicted_seconds'])} ({each['way']})"
         lines.setdefault(key, []).append(cell)
-    return table(["size", "ranks", *COLLECTIVES], [[*key, *row] for key, row in lines.items()])
+    return table(["size", "ranks", *OTHERS], [[*key, *row] for key, row in lines.items()])

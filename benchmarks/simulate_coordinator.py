@@ -39,7 +39,13 @@ from predicted_collectives import predict, predictions_table
 
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest, step_seconds
+from hvdlite.common.collectives.between_hosts.costs import (
+    ALLREDUCE,
+    COSTS,
+    Model,
+    cheapest,
+    step_seconds,
+)
 from hvdlite.common.collectives.between_hosts.model_file import DEFAULT, chosen_model
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
@@ -70,7 +76,6 @@ class Traffic:
     ring_seconds: float = 0  # of all segments between the hosts, by algorithm
     trees_seconds: float = 0
     halving_seconds: float = 0
-    two_level_seconds: float = 0
     doubling_seconds: float = 0
     auto_seconds: float = 0
 
@@ -239,7 +244,7 @@ class Job:
             return
         auto = cheapest(self._model, self._hosts, HOST, TENSOR_BYTES)
         hosts = (HOST,) * self._hosts
-        for name in COSTS:
+        for name in COSTS[ALLREDUCE]:
             seconds = step_seconds(self._model, name, hosts, tensors * TENSOR_BYTES, tensors)
             for each in (name, *(["auto"] * (name == auto))):
                 field = f"{each}_seconds"
@@ -319,7 +324,7 @@ def line(record: dict[str, Any]) -> list[str]:
 
 def data_plane_line(record: dict[str, Any]) -> list[str]:
     """One line of the table of the data plane."""
-    names = [*COSTS, "auto"]
+    names = [*COSTS[ALLREDUCE], "auto"]
     cells = [duration(record[f"{name}_seconds"]) for name in names]
     return [f"{record['ranks']:,}", f"{record['segments']:.0f}", *cells]
 
@@ -345,7 +350,9 @@ def main() -> None:
         print(table(HEAD, map(line, chosen)))
         print("\nand between the hosts, by the model\n")
         layered = [each for each in chosen if each["entry"] == "tree" and each["ranks"] > HOST]
-        print(table(["ranks", "segments", *COSTS, "auto"], map(data_plane_line, layered)))
+        print(
+            table(["ranks", "segments", *COSTS[ALLREDUCE], "auto"], map(data_plane_line, layered))
+        )
     print("\nanother collective between the hosts, by the model\n")
     print(predictions_table(predict(chosen_model(args.model), args.ranks, HOST)))
     write(args.json, records)

@@ -34,7 +34,7 @@ import hvdlite
 import hvdlite.numpy as hvd
 from hvdlite.common.api.network_model import compared_algorithms, measured_model
 from hvdlite.common.api.objects import allgather_object
-from hvdlite.common.collectives.between_hosts.costs import COSTS, Model
+from hvdlite.common.collectives.between_hosts.costs import ALLREDUCE, COSTS, Model
 from hvdlite.common.collectives.between_hosts.model_file import save, usual_path
 from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.common.runtime.current import current
@@ -225,7 +225,7 @@ def model(options: argparse.Namespace) -> None:
         [_size_text(size), *(f"{_time_text(p)} ({_time_text(m)})" for p, m in times), chosen]
         for size, times, chosen in predictions
     ]
-    _table([f"{hosts} hosts: model (measured)", *COSTS, "chosen"], rows)
+    _table([f"{hosts} hosts: model (measured)", *COSTS[ALLREDUCE], "chosen"], rows)
     if hvd.rank() == 0:
         path = options.output or usual_path()
         try:

@@ -15,11 +15,15 @@ from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.between_hosts import measure
-from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest, step_seconds
-from hvdlite.common.collectives.between_hosts.host_costs import (
-    COLLECTIVES,
+from hvdlite.common.collectives.between_hosts.costs import (
+    ALLREDUCE,
+    COSTS,
+    OTHERS,
+    Model,
+    cheapest,
     collective_seconds,
     collective_way,
+    step_seconds,
 )
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
@@ -101,7 +105,7 @@ def compared_algorithms(
         times = [
             (step_seconds(model, name, ranks_of_hosts(runtime.topology), size),
              _measured_seconds(name, size, calls))
-            for name in COSTS
+            for name in COSTS[ALLREDUCE]
         ]  # fmt: skip
         found.append((size, times, cheapest(model, hosts, slices, size)))
     return found
@@ -120,7 +124,7 @@ def compared_steps(
             step_seconds(model, name, hosts, tensors * nbytes, tensors),
             _measured_seconds(name, nbytes, calls, tensors),
         )
-        for name in COSTS
+        for name in COSTS[ALLREDUCE]
     }
 
 
@@ -131,7 +135,7 @@ def compared_collectives(
     runtime = current()
     hosts, found = ranks_of_hosts(runtime.topology), {}
     transport, backends = runtime.transport, runtime.engine.backends
-    for each in COLLECTIVES:
+    for each in OTHERS:
         run = partial(measure.collective_seconds, transport, backends, each, model, nbytes, calls)
         found[each] = (
             collective_way(each, model, hosts, nbytes),
@@ -154,8 +158,10 @@ def _slowest(times: Sequence[Sequence[float]]) -> float:
 def _call_and_message() -> tuple[float, float]:
     """Return the time of a call and of a round, by a line through small allreduces of all kinds."""
     hosts = len(current().topology.hosts)
-    rounds = [COSTS[name](Model(), hosts, 1, SMALL_BYTES).rounds for name in COSTS]
-    times = [_measured_seconds(name, SMALL_BYTES, SMALL_CALLS) for name in COSTS]
+    rounds = [
+        COSTS[ALLREDUCE][name](Model(), hosts, 1, SMALL_BYTES).rounds for name in COSTS[ALLREDUCE]
+    ]
+    times = [_measured_seconds(name, SMALL_BYTES, SMALL_CALLS) for name in COSTS[ALLREDUCE]]
     if len({*rounds}) < 2:
         return 0.0, median(times) / rounds[0]
     slope, start = linear_regression(rounds, times)
@@ -183,7 +189,7 @@ def _far_seconds(nbytes: int, call: float, message: float) -> float:
     if hosts < 4:
         return 0.0  # All are near.
     nothing = Model(*[0.0] * len(Model.names()))
-    cost = COSTS["halving"](replace(nothing, far_byte=1.0), hosts, 1, nbytes)
+    cost = COSTS[ALLREDUCE]["halving"](replace(nothing, far_byte=1.0), hosts, 1, nbytes)
     seconds = _measured_seconds("halving", nbytes, FAR_CALLS) - call - cost.rounds * message
     return seconds / cost.wire
 

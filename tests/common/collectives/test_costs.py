@@ -16,14 +16,13 @@ import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.collectives.between_hosts import model_file
 from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice, paths_of
-from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest
-from hvdlite.common.collectives.between_hosts.host_costs import (
-    BROADCAST_COSTS,
-    GATHER_COSTS,
-    SCATTER_COSTS,
+from hvdlite.common.collectives.between_hosts.costs import (
+    ALLREDUCE,
+    COSTS,
+    Model,
     bundle_is_cheaper,
+    cheapest,
     cheapest_of,
-    cheapest_path,
 )
 from hvdlite.common.collectives.between_hosts.model_file import chosen_model, load, save
 from hvdlite.common.collectives.between_hosts.schedules import (
@@ -62,11 +61,11 @@ def schedules(name: str, size: int) -> list[Schedule]:
     return [scheduler(size, index) for index in range(size)]
 
 
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("name", COSTS[ALLREDUCE])
 @pytest.mark.parametrize("size", [3, 4, 5, 8, 12, 16, 31, 64])
 def test_rounds_and_bytes_are_those_of_the_schedules(name: str, size: int) -> None:
     members = schedules(name, size)
-    cost = COSTS[name](replace(NOTHING, byte=1.0, far_byte=1.0), size, 1, 1.0)
+    cost = COSTS[ALLREDUCE][name](replace(NOTHING, byte=1.0, far_byte=1.0), size, 1, 1.0)
     assert cost.rounds == len(members[0].rounds)
     sent = [
         sum(m.stop - m.start for each in member.rounds for m in each.sends) / len(member.layout)
@@ -82,11 +81,11 @@ def test_rounds_and_bytes_are_those_of_the_schedules(name: str, size: int) -> No
         / len(member.layout)
         for member in members
     ]
-    work = COSTS[name](replace(NOTHING, reduced_byte=1.0), size, 1, 1.0).work
+    work = COSTS[ALLREDUCE][name](replace(NOTHING, reduced_byte=1.0), size, 1, 1.0).work
     assert work == pytest.approx(max(added))
 
 
-@pytest.mark.parametrize("name", BROADCAST_COSTS)
+@pytest.mark.parametrize("name", COSTS["broadcast"])
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5, 8, 12, 31, 64])
 def test_rounds_and_bytes_of_a_broadcast_are_those_of_its_paths(name: str, hosts: int) -> None:
     paths = [paths_of(name, hosts, 0, host) for host in range(hosts)]
@@ -95,7 +94,7 @@ def test_rounds_and_bytes_of_a_broadcast_are_those_of_its_paths(name: str, hosts
         parent = paths[host][way].parent
         return 0 if parent is None else 1 + depth(way, parent)
 
-    cost = BROADCAST_COSTS[name](replace(NOTHING, byte=1.0), hosts, 1.0)
+    cost = COSTS["broadcast"][name](replace(NOTHING, byte=1.0), hosts, 1, 1.0)
     ways = range(len(paths[0]))
     assert cost.rounds == max(depth(way, host) for way in ways for host in range(hosts))
     sent = max(sum(len(path.children) for path in each) / len(each) for each in paths)
@@ -106,27 +105,27 @@ def test_rounds_and_bytes_of_a_broadcast_are_those_of_its_paths(name: str, hosts
 def test_rounds_and_bytes_of_gathers_and_scatters_are_those_of_the_schedules(hosts: int) -> None:
     model = replace(NOTHING, byte=1.0, far_byte=1.0)
     for cost, scheduler in (
-        (GATHER_COSTS["doubling"], doubling), (SCATTER_COSTS["halving"], halving),
+        (COSTS["gather"]["doubling"], doubling), (COSTS["scatter"]["halving"], halving),
     ):  # fmt: skip
         schedule = scheduler(hosts, 0)
         found = cost(model, hosts, 1, 1.0)
         assert found.rounds == len(schedule.rounds)
         blocks = sum(move.stop - move.start for each in schedule.rounds for move in each.sends)
         assert found.wire == pytest.approx(blocks / hosts)
-    for costs in (GATHER_COSTS, SCATTER_COSTS):
-        ring = costs["ring"](model, hosts, 1, 1.0)
+    for collective in ("gather", "scatter"):
+        ring = COSTS[collective]["ring"](model, hosts, 1, 1.0)
         assert (ring.rounds, ring.wire) == (hosts - 1, pytest.approx((hosts - 1) / hosts))
 
 
 def test_the_default_figures_choose_few_rounds_for_small_and_few_bytes_for_large_data() -> None:
     model = Model()
-    for costs, few in ((GATHER_COSTS, "doubling"), (SCATTER_COSTS, "halving")):
-        assert cheapest_of(costs, model, 8, 2, 4 << 10) == few
-        assert cheapest_of(costs, model, 8, 2, 64 << 20) == "ring"
-    assert cheapest_path(model, 2, 4) == "chain"
-    assert cheapest_path(model, 3, 4) == "tree"
-    assert cheapest_path(model, 3, 64 << 20) == "chain"
-    assert cheapest_path(model, 64, 64 << 20) == "trees"
+    for collective, few in (("gather", "doubling"), ("scatter", "halving")):
+        assert cheapest_of(collective, model, 8, 2, 4 << 10) == few
+        assert cheapest_of(collective, model, 8, 2, 64 << 20) == "ring"
+    assert cheapest_of("broadcast", model, 2, 1, 4) == "chain"
+    assert cheapest_of("broadcast", model, 3, 1, 4) == "tree"
+    assert cheapest_of("broadcast", model, 3, 1, 64 << 20) == "chain"
+    assert cheapest_of("broadcast", model, 64, 1, 64 << 20) == "trees"
     assert bundle_is_cheaper(model, 2, 2, 4 << 10)
     assert not bundle_is_cheaper(model, 2, 2, 1 << 20)
     assert not bundle_is_cheaper(model, 1, 1, 4)
@@ -159,11 +158,13 @@ def test_every_algorithm_is_the_cheapest_somewhere() -> None:
         cheapest(model, hosts, 8, 1 << power)
         for model in models for hosts in (4, 16, 64, 256) for power in range(2, 30)
     }  # fmt: skip
-    assert chosen == set(COSTS)
+    assert chosen == set(COSTS[ALLREDUCE])
 
 
 def test_a_ring_of_2048_hosts_takes_many_times_as_long_as_trees() -> None:
-    ring, trees = (COSTS[name](Model(), 2048, 8, 97.5 * 2**20) for name in ("ring", "trees"))
+    ring, trees = (
+        COSTS[ALLREDUCE][name](Model(), 2048, 8, 97.5 * 2**20) for name in ("ring", "trees")
+    )
     assert ring.seconds > 3 * trees.seconds
 
 

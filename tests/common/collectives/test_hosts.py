@@ -19,10 +19,9 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import PATHS, paths_of
-from hvdlite.common.collectives.between_hosts.costs import Model
-from hvdlite.common.collectives.between_hosts.host_costs import (
-    EXCHANGE_COSTS,
-    SCATTER_COSTS,
+from hvdlite.common.collectives.between_hosts.costs import (
+    COSTS,
+    Model,
     cheapest_of,
     collective_way,
 )
@@ -177,7 +176,7 @@ def test_a_tensor_has_its_own_algorithm_whatever_it_is_fused_with() -> None:
     model = Model(message=1e-3, byte=1e-6, far_byte=2e-6, copied_byte=1e-6)
     hosts, sizes = LAYOUTS["2x5"], [30, 40_000, 11, 30_000]
     for size, name in ((30, "halving"), (30_000, "ring")):
-        assert cheapest_of(SCATTER_COSTS, model, len(hosts), 2, 4 * size) == name
+        assert cheapest_of("scatter", model, len(hosts), 2, 4 * size) == name
     together = scattered(hosts, sizes, "float32", model, 1 << 18)
     for number, size in enumerate(sizes):
         alone = scattered(hosts, [size], "float32", model, 1 << 18)
@@ -360,7 +359,7 @@ def test_nothing_is_sent_where_counts_are_zero() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("way", EXCHANGE_COSTS)
+@pytest.mark.parametrize("way", COSTS["exchange"])
 def test_the_model_counts_the_messages_and_bytes_of_an_alltoall(way: str, ranks: int) -> None:
     """Of 4 hosts, each of which sends as much as any other."""
     hosts = tuple(tuple(range(first, first + ranks)) for first in range(0, 4 * ranks, ranks))
@@ -378,7 +377,7 @@ def test_the_model_counts_the_messages_and_bytes_of_an_alltoall(way: str, ranks:
         return counted
 
     counted = run_on_transports(Topology(hosts), program)
-    cost = partial(EXCHANGE_COSTS[way], hosts=4, slices=ranks, nbytes=nbytes)
+    cost = partial(COSTS["exchange"][way], hosts=4, slices=ranks, nbytes=nbytes)
     messages = cost(replace(NOTHING, stretch=0.5)).steps  # Each is sent, and another one received.
     assert messages == max(each.messages.total() for each in counted)
     counts = 3 * 8 * ranks * ranks  # A number for each pair of ranks.

@@ -14,14 +14,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hvdlite.common.collectives.base import Array
-from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest, tree_piece_bytes
-from hvdlite.common.collectives.between_hosts.host_costs import (
-    BROADCAST_COSTS,
-    GATHER_COSTS,
-    SCATTER_COSTS,
+from hvdlite.common.collectives.between_hosts.costs import (
+    ALLREDUCE,
+    COSTS,
+    Model,
     bundle_is_cheaper,
+    cheapest,
     cheapest_of,
-    cheapest_path,
+    tree_piece_bytes,
 )
 from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, RingOrder
 from hvdlite.common.collectives.between_hosts.ring_pipeline import Plan
@@ -174,18 +174,18 @@ ALGORITHMS = {
         Algorithm("doubling", recursive_doubling),
     )
 }
-assert ALGORITHMS.keys() == COSTS.keys()
+assert ALGORITHMS.keys() == COSTS[ALLREDUCE].keys()
 GATHERS = {
     "ring": Algorithm("ring", None, reduces=False),
     "doubling": Algorithm("doubling", doubling, reduces=False),
 }
-assert GATHERS.keys() == GATHER_COSTS.keys()
+assert GATHERS.keys() == COSTS["gather"].keys()
 SCATTERS = {
     "ring": Algorithm("ring", None, gathers=False),
     "halving": Algorithm("halving", halving, gathers=False),
 }
-assert SCATTERS.keys() == SCATTER_COSTS.keys()
-assert PATHS.keys() == BROADCAST_COSTS.keys()
+assert SCATTERS.keys() == COSTS["scatter"].keys()
+assert PATHS.keys() == COSTS["broadcast"].keys()
 
 
 class Choice:
@@ -203,10 +203,7 @@ class Choice:
         self._cheapest_of = lru_cache(maxsize=4096)(self._find_other)
 
     def _find_other(self, collective: str, hosts: int, slices: int, nbytes: int) -> str:
-        if collective == "broadcast":
-            return cheapest_path(self.model, hosts, nbytes)
-        costs = GATHER_COSTS if collective == "gather" else SCATTER_COSTS
-        return cheapest_of(costs, self.model, hosts, slices, nbytes)
+        return cheapest_of(collective, self.model, hosts, slices, nbytes)
 
     def _find(self, hosts: int, slices: int, nbytes: int) -> Algorithm:
         return ALGORITHMS[cheapest(self.model, hosts, slices, nbytes)]

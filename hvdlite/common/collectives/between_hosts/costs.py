@@ -1,4 +1,4 @@
-"""What an allreduce between hosts takes, by algorithm: a model, and the cheapest by it.
+"""What each collective takes between hosts, by algorithm: a model, and the cheapest by it.
 
 A *round* is the time from the moment in which one rank begins to send a small message until a rank
 of another host has it, and sends one itself. A host has one link, which all its ranks share, and
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Protocol
 
+from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
 from hvdlite.common.collectives.between_hosts.schedules import doublings, halvings, tree_depth
 
 PIECE_BYTES = 252 << 10
@@ -54,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Cost:
-    """Where the time of an allreduce between hosts goes."""
+    """Where the time of a collective between hosts goes."""
 
     rounds: int
     steps: float  # Seconds for the call and the rounds.
@@ -67,21 +69,32 @@ class Cost:
         return self.steps + max(self.wire, self.work)
 
 
-# -- one function for each algorithm: of the hosts, the ranks of a host that take part, the bytes
+# -- one function for each algorithm: of the hosts, the ranks of a host that take part, the bytes of
+# all blocks together, or those that each rank sends in an exchange (alltoall). A gather is the
+# second half of an allreduce, in which nothing is reduced, and a scatter the first.
 
 
-def ring_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+def ring_cost(
+    model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1, *,
+    reduces: bool = True, gathers: bool = True,
+) -> Cost:  # fmt: skip
     """Return the cost of a ring: what comes is added where it is, and copied out."""
-    rounds, share = 2 * (hosts - 1), nbytes * (hosts - 1) / hosts
-    work = share / slices * (model.reduced_byte + model.copied_byte)
-    return _cost(model, rounds, 2 * share * model.byte, work, hosts * tensors)
+    halves, share = reduces + gathers, nbytes * (hosts - 1) / hosts
+    work = share / slices * (reduces * model.reduced_byte + gathers * model.copied_byte)
+    rounds = halves * (hosts - 1)
+    return _cost(model, rounds, halves * share * model.byte, work, hosts * tensors)
 
 
-def halving_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+def halving_cost(
+    model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1, *,
+    reduces: bool = True, gathers: bool = True,
+) -> Cost:  # fmt: skip
     """Return the cost of halving and doubling: all is loaded first, and most bytes go far."""
-    rounds, share = 2 * len([*halvings(hosts)]), nbytes * (hosts - 1) / hosts
-    work = _scheduled_work(model, nbytes / slices, share / slices)
-    return _cost(model, rounds, 2 * share * model.far_byte, work, hosts * tensors)
+    halves, share = reduces + gathers, nbytes * (hosts - 1) / hosts
+    copied = (1 + gathers) * nbytes * model.copied_byte
+    work = (copied + reduces * share * model.reduced_byte) / slices
+    rounds = halves * len([*halvings(hosts)])
+    return _cost(model, rounds, halves * share * model.far_byte, work, hosts * tensors)
 
 
 def tree_piece_bytes(nbytes: float) -> int:
@@ -97,7 +110,7 @@ def trees_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: in
     rounds = 2 * tree_depth(hosts)
     first = rounds * slices * min(tree_piece_bytes(nbytes / slices), nbytes / 2 / slices)
     sent = 2 * nbytes if hosts > 3 else nbytes * 3 / 2 if hosts > 2 else nbytes
-    work = _scheduled_work(model, nbytes / slices, nbytes / slices)
+    work = nbytes / slices * (2 * model.copied_byte + model.reduced_byte)
     cost = _cost(model, rounds, sent * model.byte, work, 2 * tensors)
     return replace(cost, steps=cost.steps + first * model.byte)
 
@@ -107,8 +120,8 @@ def doubling_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors:
     fold = hosts & (hosts - 1) > 0
     times = doublings(hosts) + fold
     wire = times * nbytes * model.far_byte
-    held = (1 + times / 2) * nbytes / slices  # What is sent is a copy.
-    work = _scheduled_work(model, held, times * nbytes / slices)
+    # What is sent is a copy.
+    work = nbytes / slices * ((2 + times) * model.copied_byte + times * model.reduced_byte)
     cost = _cost(model, times + fold, wire, work, tensors)
     return replace(cost, steps=cost.steps + min(wire, work))
 
@@ -118,9 +131,74 @@ def _cost(model: Model, rounds: int, wire: float, work: float, stretches: int) -
     return Cost(rounds, steps, wire, work)
 
 
-def _scheduled_work(model: Model, held: float, reduced: float) -> float:
-    """Return the work of a rank that holds `held` bytes, and adds `reduced` bytes."""
-    return 2 * held * model.copied_byte + reduced * model.reduced_byte
+def chain_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+    """Return the cost of a broadcast from each host to the next one."""
+    return _path_cost(model, hosts - 1, 1, nbytes)
+
+
+def tree_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+    """Return the cost of a broadcast down one tree: a host sends everything to two others."""
+    return _path_cost(model, tree_depth(hosts), 2 if hosts > 2 else 1, nbytes)
+
+
+def root_and_trees_cost(
+    model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1
+) -> Cost:
+    """Return the cost of a broadcast down two trees: a host sends one half to two others."""
+    return _path_cost(model, 1 + tree_depth(hosts - 1), 1, nbytes)
+
+
+def _path_cost(model: Model, rounds: int, sends: int, nbytes: float) -> Cost:
+    """Return the cost where the first piece takes its time on each link before the next one."""
+    first = (rounds - 1) * sends * min(tree_piece_bytes(nbytes), nbytes) * model.byte
+    cost = _cost(model, rounds, sends * nbytes * model.byte, nbytes * model.copied_byte, 1)
+    return replace(cost, steps=cost.steps + first)
+
+
+def direct_exchange_cost(
+    model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1
+) -> Cost:
+    """Return the cost of an alltoall in which each rank sends to each rank of other hosts."""
+    rounds = _windows(_counts_of(hosts, slices)) + _windows(hosts - 1)
+    messages = _counts_of(hosts, slices) + (hosts - 1) * slices
+    return _exchange_cost(model, rounds, messages, hosts, slices, nbytes, nbytes)
+
+
+def bundled_exchange_cost(
+    model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1
+) -> Cost:
+    """Return the cost of an alltoall in which a host sends one message to each other one.
+
+    The ranks of a host collect what is in it, and hand out what has come.
+    """
+    bundles = _counts_of(hosts, slices)
+    far = nbytes * (hosts - 1) / hosts
+    cost = _exchange_cost(
+        model, 2 * _windows(bundles), 2 * bundles, hosts, slices, nbytes, nbytes + 4 * far
+    )
+    inside = 4 * model.local_message + 4 * far * slices * model.local_byte
+    return replace(cost, steps=cost.steps + inside)
+
+
+def _exchange_cost(
+    model: Model, rounds: int, messages: int, hosts: int, slices: int, nbytes: float, copied: float
+) -> Cost:
+    """Return the cost of an alltoall: counts first, then the data, a few hosts at a time."""
+    wire = slices * nbytes * (hosts - 1) / hosts * model.far_byte
+    cost = _cost(model, rounds, wire, copied * model.copied_byte, 2 * messages)
+    if slices > 1:  # The ranks of a host tell each other the counts.
+        cost = replace(cost, steps=cost.steps + 4 * model.local_message)
+    return cost
+
+
+def _counts_of(hosts: int, slices: int) -> int:
+    """Return for how many other hosts a rank of a host with `slices` speaks, at most."""
+    return -(-(hosts - 1) // slices)
+
+
+def _windows(hosts: int) -> int:
+    """Return how often a rank waits that exchanges with so many hosts; see `Window`."""
+    return -(-hosts // (AHEAD + 1))
 
 
 class CostFunction(Protocol):
@@ -132,23 +210,59 @@ class CostFunction(Protocol):
         """Return the cost."""
 
 
-COSTS: dict[str, CostFunction] = {  # The first one wins a tie.
-    "ring": ring_cost,
-    "trees": trees_cost,
-    "halving": halving_cost,
-    "doubling": doubling_cost,
+# By collective, and algorithm; the first one wins a tie.
+COSTS: dict[str, dict[str, CostFunction]] = {
+    "allreduce": {
+        "ring": ring_cost,
+        "trees": trees_cost,
+        "halving": halving_cost,
+        "doubling": doubling_cost,
+    },
+    "gather": {
+        "ring": partial(ring_cost, reduces=False),
+        "doubling": partial(halving_cost, reduces=False),
+    },
+    "scatter": {
+        "ring": partial(ring_cost, gathers=False),
+        "halving": partial(halving_cost, gathers=False),
+    },
+    "exchange": {"direct": direct_exchange_cost, "bundles": bundled_exchange_cost},
+    "broadcast": {"chain": chain_cost, "tree": tree_cost, "trees": root_and_trees_cost},
 }
+ALLREDUCE, *OTHERS = COSTS
 _OF_TWO = ("ring", "doubling")  # Between two hosts the others do what the ring does.
 
 
 def cheapest(model: Model, hosts: int, slices: int, nbytes: int) -> str:
-    """Return the algorithm that takes the least time, by name."""
+    """Return the algorithm of an allreduce that takes the least time, by name."""
     if nbytes <= MOST_CARRIED:
         return "doubling"
-    names: Iterable[str] = _OF_TWO if hosts <= 2 else COSTS
+    names: Iterable[str] = _OF_TWO if hosts <= 2 else COSTS[ALLREDUCE]
     if nbytes > MOST_DOUBLED:
         names = [name for name in names if name != "doubling"]
-    return min(names, key=lambda name: COSTS[name](model, hosts, slices, nbytes).seconds)
+    return _least(names, ALLREDUCE, model, hosts, slices, nbytes)
+
+
+def cheapest_of(collective: str, model: Model, hosts: int, slices: int, nbytes: int) -> str:
+    """Return the gather, scatter or broadcast that takes the least time, by name."""
+    return _least(COSTS[collective], collective, model, hosts, slices, nbytes)
+
+
+def _least(
+    names: Iterable[str], collective: str, model: Model, hosts: int, slices: int, nbytes: int
+) -> str:
+    costs = COSTS[collective]
+    return min(names, key=lambda name: costs[name](model, hosts, slices, nbytes).seconds)
+
+
+def bundle_is_cheaper(model: Model, here: int, there: int, nbytes: int) -> bool:
+    """Return whether to send what ranks of two hosts have for each other as one message.
+
+    A rank then waits for one message instead of one from each rank of the other host, and the
+    bytes are copied through the memory of both hosts.
+    """
+    copied = 2 * nbytes * (model.copied_byte + 2 * model.local_byte)
+    return model.message + 4 * model.local_message + copied < max(here, there) * model.message
 
 
 def inside_hosts(model: Model, ranks_per_host: int, nbytes: float) -> float:
@@ -161,11 +275,31 @@ def inside_hosts(model: Model, ranks_per_host: int, nbytes: float) -> float:
 def step_seconds(
     model: Model, name: str, hosts: tuple[int, ...], nbytes: float, tensors: int = 1
 ) -> float:
-    """Return what `tensors` of `nbytes` together take by the algorithm `name`.
+    """Return what an allreduce of `tensors` of `nbytes` together takes by the algorithm `name`.
 
     `hosts` are the ranks of each. What goes on inside them goes on at the same time as what goes on
     between them.
     """
-    between = COSTS[name](model, len(hosts), min(hosts), nbytes, tensors)
+    between = COSTS[ALLREDUCE][name](model, len(hosts), min(hosts), nbytes, tensors)
     inside = inside_hosts(model, max(hosts), nbytes)
     return between.steps + max(between.wire, between.work + inside)
+
+
+def collective_way(collective: str, model: Model, hosts: tuple[int, ...], nbytes: int) -> str:
+    """Return the cheapest way of one of `OTHERS`, by name; all blocks are of one size."""
+    if collective == "exchange":
+        ranks = min(hosts)
+        bundled = bundle_is_cheaper(model, ranks, ranks, ranks * nbytes // len(hosts))
+        return "bundles" if bundled else "direct"
+    return cheapest_of(collective, model, len(hosts), min(hosts), nbytes)
+
+
+def collective_seconds(collective: str, model: Model, hosts: tuple[int, ...], nbytes: int) -> float:
+    """Return what one of `OTHERS` takes by the cheapest way; `hosts` are the ranks of each.
+
+    Inside the hosts it does one half of the work of an allreduce, at the same time.
+    """
+    way = collective_way(collective, model, hosts, nbytes)
+    cost = COSTS[collective][way](model, len(hosts), min(hosts), nbytes)
+    inside = inside_hosts(model, max(hosts), nbytes) / 2
+    return cost.steps + max(cost.wire, cost.work + inside)

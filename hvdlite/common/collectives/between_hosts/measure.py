@@ -182,7 +182,7 @@ def collective_seconds(
 ) -> list[float]:
     """Return the mean seconds of `calls` collectives that are chosen by `model`, as above.
 
-    `collective` is one of `host_costs.COLLECTIVES`; `nbytes` are those of all blocks, and in an
+    `collective` is one of `costs.OTHERS`; `nbytes` are those of all blocks, and in an
     exchange what each rank sends.
     """
     members, backend = _all_hosts(transport, backends, Choice(model=model))
