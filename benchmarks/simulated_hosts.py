@@ -1,7 +1,7 @@
 """Two hosts on this machine, the link between them, and the jobs that run on them.
 
 They need root, iproute2 and the extra test: the hosts are network namespaces, made as the tests
-make them, and tc shapes the link; where the kernel has no netem, `cable` delays what goes over it.
+make them, and tc shapes the link; where the kernel has no netem, a `switch` delays packets.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cable import cable
 from jobs import run_command
+from switch import switch
 
 if TYPE_CHECKING:
     from tests.parallel.hosts import Hosts
@@ -99,7 +99,7 @@ def add_qdisc(namespace: str, device: str, *words: str) -> bool:
 def link(args: argparse.Namespace) -> Iterator[str]:
     """Shape the link between the hosts as `args` say; yield what makes the delay.
 
-    netem does, where the kernel has it. Otherwise the link is replaced by a `cable`.
+    netem does, where the kernel has it. Otherwise the link is replaced by a `switch`.
     """
     from tests.parallel.hosts import ADDRESSES, DEVICES, NAMES
 
@@ -115,7 +115,7 @@ def link(args: argparse.Namespace) -> Iterator[str]:
     with ExitStack() as stack:
         if args.delay_ms:
             ip(NAMES[0], "link", "del", DEVICES[0])
-            stack.enter_context(cable(DEVICES, args.delay_ms / 1000))
+            stack.enter_context(switch(DEVICES, args.delay_ms / 1000))
             for name, device, address in hosts:
                 subprocess.run(["ip", "link", "set", device, "netns", name], check=True)
                 ip(name, "address", "add", f"{address}/24", "dev", device)
@@ -124,7 +124,7 @@ def link(args: argparse.Namespace) -> Iterator[str]:
         for name, device, _ in hosts:
             if rate and not add_qdisc(name, device, *tbf):
                 raise SystemExit("tc cannot shape the link: it needs netem or tbf")
-        yield "a cable in user space" if args.delay_ms else "nobody"
+        yield "a switch in user space" if args.delay_ms else "nobody"
 
 
 def add_link_options(

@@ -313,25 +313,6 @@ def test_between_hosts(tmp_path: Path) -> None:
     assert all(Path("/proc", maker).exists() for maker in makers)
 
 
-def test_collectives_between_hosts(tmp_path: Path) -> None:
-    """Two simulated hosts of two ranks check and time each collective, flat and by hosts."""
-    with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
-        pass
-    if not os.access("/dev/net/tun", os.W_OK):
-        pytest.skip("there are no TUN devices")
-    words = ("--hosts", "2", "--sizes", "512", "--calls", "1", "--rounds", "1", "--seconds", "0")
-    path, script = tmp_path / "c.json", str(BENCHMARKS / "collectives_between_hosts.py")
-    done = run_command([sys.executable, script, *words, "--json", str(path)], timeout=90)
-    assert done.returncode == 0, done.stdout
-    records = json.loads(path.read_text())["records"]
-    collectives = ["allgather", "reducescatter", "broadcast", "alltoall"]
-    for way in ("flat", "hierarchical"):
-        found = [each for each in records if each["way"] == way]
-        assert [each["collective"] for each in found] == collectives
-        for each in found:  # What the other host has comes after the delay.
-            assert 2e-4 < each["seconds"]["median"] < 30, done.stdout
-
-
 @pytest.mark.soak
 def test_process_group(tmp_path: Path) -> None:
     output, records = run(tmp_path / "p.json", "process_group.py", "--rounds", "1")
