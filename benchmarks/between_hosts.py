@@ -7,8 +7,8 @@
 Hosts are network namespaces on this machine, joined by a `switch` that delays every packet. Their
 ranks share its cores, so that only figures count in which the delay and the limit of the links
 take most of the time. In each job the ranks measure the model as ``python -m hvdlite.bench model``
-does, then allreduce by every algorithm at every size, of one tensor and of steps of many, and the
-other collectives by the way that the model chooses. It needs root, iproute2 and the extra test.
+does, then allreduce by every algorithm at every size, of one tensor and of steps of many. It needs
+root, iproute2 and the extra test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from measuring import duration, make_parser, say, table, write
 from simulated_hosts import ROOT, add_qdisc, ip
 from switch import switch
 
-ONE, STEP, OTHER = "one allreduce", "a step of tensors", "another collective"
+ONE, STEP = "one allreduce", "a step of tensors"
 SIZES = (512, 64 << 10, 1 << 20, 4 << 20)
 NETWORK = "10.213.78"
 
@@ -65,7 +65,6 @@ def rank_main(args: argparse.Namespace) -> None:
     import hvdlite.numpy as hvd
     from hvdlite.common.api.network_model import (
         compared_algorithms,
-        compared_collectives,
         compared_steps,
         measured_model,
     )
@@ -78,7 +77,6 @@ def rank_main(args: argparse.Namespace) -> None:
         (tensors, size): compared_steps(model, tensors, size, args.calls)
         for tensors in args.tensors for size in args.tensor_sizes
     }  # fmt: skip
-    others = {size: compared_collectives(model, size, args.calls) for size in args.sizes}
     if hvd.rank() == 0:
         records: list[dict[str, Any]] = [
             {"kind": ONE, "bytes": size, "algorithm": name, "model": predicted, "seconds": measured,
@@ -91,12 +89,6 @@ def rank_main(args: argparse.Namespace) -> None:
              "model": predicted, "seconds": measured}
             for (tensors, size), times in steps.items()
             for name, (predicted, measured) in times.items()
-        ]  # fmt: skip
-        records += [
-            {"kind": OTHER, "bytes": size, "algorithm": collective, "way": way,
-             "model": predicted, "seconds": measured}
-            for size, found in others.items()
-            for collective, (way, predicted, measured) in found.items()
         ]  # fmt: skip
         args.rank_file.write_text(json.dumps(records))
     hvd.shutdown()
@@ -140,20 +132,17 @@ def print_table(records: list[dict[str, Any]]) -> None:
     print(table(["hosts", "size", *names, "chosen"], lines))
 
 
-def print_others(records: list[dict[str, Any]], kind: str) -> None:
-    """Print a line for each step, or size of other collectives: measured, and the same ratio."""
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    for record in (each for each in records if each["kind"] == kind):
-        size = f"{record['bytes'] / 1024:g} KiB"
-        of = f"{record['tensors']} x {size}" if kind == STEP else size
-        ratio = record["seconds"] / record["model"]
-        way = f", {record['way']}" if kind == OTHER else ""
-        cell = f"{duration(record['seconds'])} ({ratio:.2f}{way})"
+def print_steps(records: list[dict[str, Any]]) -> None:
+    """Print a line for each step: measured, and the same ratio."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for record in records:
+        of = f"{record['tensors']} x {record['bytes'] / 1024:g} KiB"
+        cell = f"{duration(record['seconds'])} ({record['seconds'] / record['model']:.2f})"
         rows.setdefault((str(record["hosts"]), of), {})[record["algorithm"]] = cell
     if rows:
         names = [*next(iter(rows.values()))]
         print()
-        print(table(["hosts", kind, *names], [[*key, *row.values()] for key, row in rows.items()]))
+        print(table(["hosts", STEP, *names], [[*key, *row.values()] for key, row in rows.items()]))
 
 
 def main() -> None:
@@ -180,8 +169,7 @@ def main() -> None:
     print(f"\n{link}, {args.delay_ms:g} ms each way, {args.ranks_per_host} ranks a host: "
           "measured (measured / model)\n")  # fmt: skip
     print_table([each for each in records if each["kind"] == ONE])
-    print_others(records, STEP)
-    print_others(records, OTHER)
+    print_steps([each for each in records if each["kind"] == STEP])
     write(args.json, records)
 
 

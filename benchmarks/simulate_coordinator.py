@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 from measuring import Spread, duration, make_parser, parse, say, table, write
-from predicted_collectives import predict, predictions_table
 
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.base.topology import Topology
@@ -354,7 +353,6 @@ def main() -> None:
             table(["ranks", "segments", *COSTS[ALLREDUCE], "auto"], map(data_plane_line, layered))
         )
     print("\nanother collective between the hosts, by the model\n")
-    print(predictions_table(predict(chosen_model(args.model), args.ranks, HOST)))
     write(args.json, records)
 
 

@@ -278,8 +278,6 @@ def test_simulate_coordinator(tmp_path: Path) -> None:
     tree, flat = records[2:]
     assert tree["messages_in"] < flat["messages_in"] / 10 and flat["estimated"]
     assert tree["auto_seconds"] == tree["trees_seconds"] < tree["ring_seconds"] / 10
-    found = re.search(r"64 KiB +\| 4,096 .*doubling.*halving.*bundles.*trees", output)
-    assert found, output
 
 
 def test_between_hosts(tmp_path: Path) -> None:
@@ -294,9 +292,6 @@ def test_between_hosts(tmp_path: Path) -> None:
     done = run_command([sys.executable, script, *words, "--json", str(path)], timeout=60)
     assert done.returncode == 0, done.stdout
     every = json.loads(path.read_text())["records"]
-    assert {each["algorithm"] for each in every if each["kind"] == "another collective"} == {
-        "gather", "scatter", "exchange", "broadcast"
-    }  # fmt: skip
     steps = [each for each in every if each["kind"] == "a step of tensors"]
     assert {(each["tensors"], each["bytes"]) for each in steps} == {(3, 1024)}
     assert all(0.5e-3 < each["seconds"] < 30 for each in every), done.stdout

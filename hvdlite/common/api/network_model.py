@@ -18,11 +18,8 @@ from hvdlite.common.collectives.between_hosts import measure
 from hvdlite.common.collectives.between_hosts.costs import (
     ALLREDUCE,
     COSTS,
-    OTHERS,
     Model,
     cheapest,
-    collective_seconds,
-    collective_way,
     step_seconds,
 )
 from hvdlite.common.plain.entries import SegmentRun
@@ -126,23 +123,6 @@ def compared_steps(
         )
         for name in COSTS[ALLREDUCE]
     }
-
-
-def compared_collectives(
-    model: Model, nbytes: int, calls: int
-) -> dict[str, tuple[str, float, float]]:
-    """Return, by collective, its way, and what it takes by the model, and measured."""
-    runtime = current()
-    hosts, found = ranks_of_hosts(runtime.topology), {}
-    transport, backends = runtime.transport, runtime.engine.backends
-    for each in OTHERS:
-        run = partial(measure.collective_seconds, transport, backends, each, model, nbytes, calls)
-        found[each] = (
-            collective_way(each, model, hosts, nbytes),
-            collective_seconds(each, model, hosts, nbytes),
-            _slowest(_on_all(run)),
-        )
-    return found
 
 
 def ranks_of_hosts(topology: Topology) -> tuple[int, ...]:

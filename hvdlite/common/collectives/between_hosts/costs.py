@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Protocol
 
-from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
 from hvdlite.common.collectives.between_hosts.schedules import doublings, halvings, tree_depth
 
 PIECE_BYTES = 252 << 10
@@ -70,8 +69,8 @@ class Cost:
 
 
 # -- one function for each algorithm: of the hosts, the ranks of a host that take part, the bytes of
-# all blocks together, or those that each rank sends in an exchange (alltoall). A gather is the
-# second half of an allreduce, in which nothing is reduced, and a scatter the first.
+# all blocks together. A gather is the second half of an allreduce, in which nothing is reduced, and
+# a scatter the first.
 
 
 def ring_cost(
@@ -155,52 +154,6 @@ def _path_cost(model: Model, rounds: int, sends: int, nbytes: float) -> Cost:
     return replace(cost, steps=cost.steps + first)
 
 
-def direct_exchange_cost(
-    model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1
-) -> Cost:
-    """Return the cost of an alltoall in which each rank sends to each rank of other hosts."""
-    rounds = _windows(_counts_of(hosts, slices)) + _windows(hosts - 1)
-    messages = _counts_of(hosts, slices) + (hosts - 1) * slices
-    return _exchange_cost(model, rounds, messages, hosts, slices, nbytes, nbytes)
-
-
-def bundled_exchange_cost(
-    model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1
-) -> Cost:
-    """Return the cost of an alltoall in which a host sends one message to each other one.
-
-    The ranks of a host collect what is in it, and hand out what has come.
-    """
-    bundles = _counts_of(hosts, slices)
-    far = nbytes * (hosts - 1) / hosts
-    cost = _exchange_cost(
-        model, 2 * _windows(bundles), 2 * bundles, hosts, slices, nbytes, nbytes + 4 * far
-    )
-    inside = 4 * model.local_message + 4 * far * slices * model.local_byte
-    return replace(cost, steps=cost.steps + inside)
-
-
-def _exchange_cost(
-    model: Model, rounds: int, messages: int, hosts: int, slices: int, nbytes: float, copied: float
-) -> Cost:
-    """Return the cost of an alltoall: counts first, then the data, a few hosts at a time."""
-    wire = slices * nbytes * (hosts - 1) / hosts * model.far_byte
-    cost = _cost(model, rounds, wire, copied * model.copied_byte, 2 * messages)
-    if slices > 1:  # The ranks of a host tell each other the counts.
-        cost = replace(cost, steps=cost.steps + 4 * model.local_message)
-    return cost
-
-
-def _counts_of(hosts: int, slices: int) -> int:
-    """Return for how many other hosts a rank of a host with `slices` speaks, at most."""
-    return -(-(hosts - 1) // slices)
-
-
-def _windows(hosts: int) -> int:
-    """Return how often a rank waits that exchanges with so many hosts; see `Window`."""
-    return -(-hosts // (AHEAD + 1))
-
-
 class CostFunction(Protocol):
     """The cost of `tensors` of `nbytes` together, between `hosts` with `slices` ranks each."""
 
@@ -210,9 +163,10 @@ class CostFunction(Protocol):
         """Return the cost."""
 
 
+ALLREDUCE = "allreduce"
 # By collective, and algorithm; the first one wins a tie.
 COSTS: dict[str, dict[str, CostFunction]] = {
-    "allreduce": {
+    ALLREDUCE: {
         "ring": ring_cost,
         "trees": trees_cost,
         "halving": halving_cost,
@@ -226,10 +180,8 @@ COSTS: dict[str, dict[str, CostFunction]] = {
         "ring": partial(ring_cost, gathers=False),
         "halving": partial(halving_cost, gathers=False),
     },
-    "exchange": {"direct": direct_exchange_cost, "bundles": bundled_exchange_cost},
     "broadcast": {"chain": chain_cost, "tree": tree_cost, "trees": root_and_trees_cost},
 }
-ALLREDUCE, *OTHERS = COSTS
 _OF_TWO = ("ring", "doubling")  # Between two hosts the others do what the ring does.
 
 
@@ -283,23 +235,3 @@ def step_seconds(
     between = COSTS[ALLREDUCE][name](model, len(hosts), min(hosts), nbytes, tensors)
     inside = inside_hosts(model, max(hosts), nbytes)
     return between.steps + max(between.wire, between.work + inside)
-
-
-def collective_way(collective: str, model: Model, hosts: tuple[int, ...], nbytes: int) -> str:
-    """Return the cheapest way of one of `OTHERS`, by name; all blocks are of one size."""
-    if collective == "exchange":
-        ranks = min(hosts)
-        bundled = bundle_is_cheaper(model, ranks, ranks, ranks * nbytes // len(hosts))
-        return "bundles" if bundled else "direct"
-    return cheapest_of(collective, model, len(hosts), min(hosts), nbytes)
-
-
-def collective_seconds(collective: str, model: Model, hosts: tuple[int, ...], nbytes: int) -> float:
-    """Return what one of `OTHERS` takes by the cheapest way; `hosts` are the ranks of each.
-
-    Inside the hosts it does one half of the work of an allreduce, at the same time.
-    """
-    way = collective_way(collective, model, hosts, nbytes)
-    cost = COSTS[collective][way](model, len(hosts), min(hosts), nbytes)
-    inside = inside_hosts(model, max(hosts), nbytes) / 2
-    return cost.steps + max(cost.wire, cost.work + inside)

@@ -17,7 +17,7 @@ import numpy as np
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Backend, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import Choice
-from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES, Model
+from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES
 from hvdlite.common.collectives.chained_view import even_chain
 from hvdlite.common.collectives.host_backends.backend import FlatBackend, HostsBackend
 from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
@@ -170,41 +170,6 @@ def allreduce_seconds(
     """Return the mean seconds of `calls` allreduces by one algorithm, in each of `BATCHES`."""
     members, backend = _all_hosts(transport, backends, Choice(name))
     return _batches(calls, lambda: backend.allreduce(members, arrays, arrays, SUM, _quiet))
-
-
-def collective_seconds(
-    transport: Transport,
-    backends: Sequence[Backend],
-    collective: str,
-    model: Model,
-    nbytes: int,
-    calls: int,
-) -> list[float]:
-    """Return the mean seconds of `calls` collectives that are chosen by `model`, as above.
-
-    `collective` is one of `costs.OTHERS`; `nbytes` are those of all blocks, and in an
-    exchange what each rank sends.
-    """
-    members, backend = _all_hosts(transport, backends, Choice(model=model))
-    part = np.zeros(max(1, nbytes // 4 // members.size), np.float32)
-    whole = np.zeros(part.size * members.size, np.float32)
-    received = np.empty_like(whole)
-    counts = [[part.size] * members.size]
-
-    def there_and_back() -> None:  # A root would begin the next one before others have this one.
-        for root in (0, members.size - 1):
-            backend.broadcast(members, [whole], root, _quiet)
-
-    calls_of: dict[str, Callable[[], None]] = {
-        "gather": lambda: backend.allgather(members, [part], [whole], counts, _quiet),
-        "scatter": lambda: backend.reducescatter(members, [whole], [part], counts, SUM, _quiet),
-        "exchange": lambda: backend.alltoall(
-            members, whole, counts[0], lambda come: received[: sum(come)], _quiet
-        ),
-        "broadcast": there_and_back,
-    }
-    runs = 2 if collective == "broadcast" else 1
-    return [seconds / runs for seconds in _batches(calls, calls_of[collective])]
 
 
 def _all_hosts(
