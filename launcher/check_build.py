@@ -32,20 +32,21 @@ class CompiledPath(NamedTuple):
 
     name: str
     setting: str  # of Config
-    trial: str  # a module: exits with 0 if the code works; its last line says which, or why not
+    trial: str  # a module and its words; see `hvdlite.tools.trials`
     package: str  # that it needs
 
 
+TRIALS = "hvdlite.tools.trials"
 COMPILED_PATHS = (
+    CompiledPath("collectives by shared memory", "native", f"{TRIALS} shared_memory", "numpy"),
     CompiledPath(
-        "collectives by shared memory", "native", "hvdlite.common.collectives.native.trial", "numpy"
+        "TensorFlow operations", "tf_native", f"{TRIALS} tensorflow_operations", "tensorflow"
     ),
-    CompiledPath("TensorFlow operations", "tf_native", "hvdlite.tf.native.trial", "tensorflow"),
 )
 DEVICE_PATHS = (
-    CompiledPath("PyTorch", "devices", "hvdlite.torch.accelerators.trial", "torch"),
-    CompiledPath("TensorFlow", "devices", "hvdlite.tf.accelerators.trial", "tensorflow"),
-    CompiledPath("own binding", "devices", "hvdlite.common.devices.nccl.trial", "numpy"),
+    CompiledPath("PyTorch", "devices", f"{TRIALS} torch_devices", "torch"),
+    CompiledPath("TensorFlow", "devices", f"{TRIALS} tensorflow_devices", "tensorflow"),
+    CompiledPath("own binding", "devices", f"{TRIALS} own_binding", "numpy"),
 )
 DEVICE_PLUG_INS = "hvdlite.devices"  # The group of entry points.
 
@@ -128,7 +129,7 @@ def _compiled(
 def _try(trial: str, environ: Mapping[str, str]) -> tuple[bool, str]:
     """Run a trial in a process of its own, which may crash. Return whether it works, and why."""
     process = subprocess.Popen(
-        [sys.executable, "-m", trial],
+        [sys.executable, "-m", *trial.split()],
         env=dict(environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -26,7 +26,6 @@ from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
 from hvdlite.tf.accelerators import library as gpu_library
-from hvdlite.tf.accelerators import trial
 from hvdlite.tf.accelerators.library import (
     Accelerator,
     TensorFlowFramework,
@@ -34,6 +33,7 @@ from hvdlite.tf.accelerators.library import (
     accelerator_of,
 )
 from hvdlite.tf.native.loader import library
+from hvdlite.tools import trials
 from tests.common.devices.nccl.fake import Fake
 from tests.elastic_job import ElasticJob, Worker
 from tests.ranks import run_ranks
@@ -395,7 +395,7 @@ def test_the_trial_says_what_was_found(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said() -> tuple[int, str]:
-        return trial.main(), capsys.readouterr().out
+        return trials.main("tensorflow_devices"), capsys.readouterr().out
 
     monkeypatch.setattr(tf.test, "is_built_with_cuda", lambda: False)
     assert said() == (1, f"TensorFlow {tf.version.VERSION} was built without CUDA\n")
