@@ -71,6 +71,28 @@ def test_a_worker_and_a_server_return_while_servers_come_or_go(
     assert added_up(again) == {again.table.clock}
 
 
+@pytest.mark.parametrize(("mode", "staleness"), [(SYNC, None), (ASYNC, None), (SSP, 1)])
+def test_a_step_that_is_made_again_counts_once_where_its_server_has_returned_meanwhile(
+    new_cluster: NewCluster, mode: str, staleness: int | None
+) -> None:
+    """One server has a push of the worker before, and comes again before the step is repeated."""
+    cluster = new_cluster(2, 1, every=1, updater=Added)
+    (first,) = trainers(cluster, 1, mode, staleness)
+    add_ones(first, lambda: first.table.clock == 5)
+    cluster.stop_server(1)
+    first.push_ones()
+    snapshots = cluster.folder / "snapshots" / "server-0"
+    wait_until(lambda: any(snapshots.glob("t/*-000000000006.safetensors")))
+    first.worker.close()
+    cluster.restart_server(1)
+    again = Trainer(cluster.worker("worker 0", 0), mode, staleness)
+    assert again.table.clock == 5
+    cluster.restart_server(0)
+    again.table.pull(again.values)  # It has started there again.
+    add_ones(again, lambda: again.table.clock == 10)
+    assert added_up(again) == {10.0}
+
+
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
 def test_a_worker_that_is_lost_at_the_barrier_gives_the_change_up(
     new_cluster: NewCluster, mode: str

@@ -45,6 +45,9 @@ class Shard:
         self.table, self.server, self._worker = table, server, worker
         self.version = -1  # Of the last values that were pulled.
         self.clock = 0  # Of the next step.
+        # The clock that the server has given first. Steps before it, which other servers lack, are
+        # made again, and the server that has them must not let them count twice.
+        self._first_clock = 0
         self.operations = OrderedOperations()  # Pushes and pulls of which nobody awaits each.
         self.layout = layout  # Its version, in which the server is to know the table.
         self._description = dict(description)
@@ -243,9 +246,10 @@ class Shard:
             first = self._on_start
             if first is not None:
                 self._on_start = None
-                self.clock = message.body["clock"]
+                self.clock = self._first_clock = message.body["clock"]
                 first(message)
-            else:  # The others have gone on without this worker, where its clock is a later one.
+            elif message.body["clock"] > self._first_clock:
+                # The others have gone on without this worker, where its clock is a later one.
                 self.clock = max(self.clock, message.body["clock"])
             for word in ("push", "pull"):
                 self._send_again(word)
