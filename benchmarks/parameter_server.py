@@ -9,7 +9,7 @@ out). Every part starts clusters of processes on this machine:
 
 - step: a step of 97.5 MiB (ResNet-50, SGD) with 2 workers and 1 server, in sync, through shared
   memory, in turns with allreduce by hvdlite among 2 ranks.
-- sockets: the same step by ipc:// and tcp://, which share no memory.
+- sockets: the same step by Unix sockets (ipc) and TCP, without shared memory.
 - tiny: a step of 1,000 parameters of 16 elements.
 - hosts: 4 workers and 4 servers on 8 simulated hosts, beside what the links allow; and the step
   after a backward that takes twice as long as the bytes on a link, during which they are pushed.

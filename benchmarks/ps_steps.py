@@ -31,7 +31,7 @@ def measure_step(args: argparse.Namespace) -> Rows:
 def measure_sockets(args: argparse.Namespace) -> Rows:
     """See the top of `parameter_server.py`."""
     ways: dict[str, Callable[[], list[float]]] = {
-        f"server, {way}://": lambda way=way: step_seconds(Job(steps=args.steps, way=way))
+        f"server, {way}": lambda way=way: step_seconds(Job(steps=args.steps, way=way))
         for way in ("ipc", "tcp")
     }
     return _in_turns(ways, args.rounds)

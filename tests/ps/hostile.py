@@ -1,9 +1,4 @@
-"""Hostile connections and messages, as a seed has them; see `main` for a soak.
-
-    python -m tests.ps.hostile CONNECTIONS MESSAGES SEED
-
-A cluster in threads trains meanwhile, and its result is compared with that of one process.
-"""
+"""Hostile connections and messages, as a seed has them, against a cluster that trains."""
 
 from __future__ import annotations
 
@@ -11,12 +6,9 @@ import contextlib
 import random
 import socket
 import struct
-import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgpack
 
@@ -31,6 +23,7 @@ from tests.ps.cluster import Cluster, bits, train_in_one, trainers
 from tests.ps.peers import Peer
 
 MOST_OPEN = 64  # Hostile connections at a time: a test has few descriptors.
+PEERS = 8  # Broken members of each process.
 OF_WORKERS = sorted(KINDS - {"take", "beat"})  # What no server may ask a server.
 
 
@@ -118,12 +111,11 @@ def strays(choose: random.Random, addresses: Sequence[str], recorded: bytes, cou
 
 def broken_members(choose: random.Random, addresses: Sequence[tuple[str, str]], count: int) -> None:
     """Let processes that know the token, and are servers, send so many hostile messages."""
-    peers = [Peer(address, role, b"server of a test") for address, role in addresses]
-    for _ in range(count):
-        peer = choose.choice(peers)
-        peer.wait(lambda peer=peer: peer.caller.takes)  # type: ignore[misc]
-        assert peer.caller._link is not None
-        peer.caller._link.send_bytes(hostile_frame(choose))
+    names = [b"server %d of a test" % number for number in range(PEERS)]
+    peers = [Peer(address, role, name) for name in names for address, role in addresses]
+    for number in range(count):
+        peer = peers[number % len(peers)]  # The others connect again meanwhile.
+        peer.say_raw(hostile_frame(choose))
         peer.loop.run_once(0)
         peer.heard.clear()
     for peer in peers:
@@ -199,20 +191,3 @@ def attack(cluster: Cluster, connections: int, messages: int, seed: int) -> None
     steps = trainer.table.clock
     assert bits(trainer.values) == train_in_one(steps, lambda _step: [0])
     assert [loop.error for loop in [*cluster.servers, cluster.scheduler]] == [None] * 3
-
-
-def main() -> None:
-    """Attack a cluster in rounds of a thousand connections and ten thousand messages."""
-    connections, messages, seed = map(int, sys.argv[1:])
-    while connections > 0 or messages > 0:
-        with tempfile.TemporaryDirectory() as folder:
-            cluster = Cluster(Path(folder), 2, 1)
-            attack(cluster, min(1000, connections), min(10_000, messages), seed)
-            cluster.close()
-        rogues(random.Random(seed), 50)
-        connections, messages, seed = connections - 1000, messages - 10_000, seed + 1
-        print(f"{max(0, connections)} connections and {max(0, messages)} messages are left")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,6 +15,13 @@ LIMIT_SECONDS = 30.0
 TOKEN = b"a secret"
 
 
+def break_off(caller: Caller) -> None:
+    """End the present connection of a caller in its thread, as a network may."""
+    assert caller._link is not None
+    caller._link.close()
+    caller._lose("it was broken off")
+
+
 class Peer:
     """One that connects with a process of this `role`, and proves that it knows the token."""
 
@@ -32,12 +39,20 @@ class Peer:
         limit = time.monotonic() + LIMIT_SECONDS
         while not holds():
             assert time.monotonic() < limit, self.caller.trouble
+            self.caller.flush()
             self.loop.run_once(0.05)
 
     def say(self, *words: Any) -> None:
         """Send a message."""
         self.wait(lambda: self.caller.takes)
         self.caller.send(Message(*words))
+
+    def say_raw(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        self.wait(lambda: self.caller.takes)
+        assert self.caller._link is not None
+        self.caller._link.send_bytes(data)
+        self.caller.flush()
 
     def hear(self) -> Message:
         """Return the next message."""

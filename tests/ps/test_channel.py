@@ -23,6 +23,7 @@ def test_a_listener_is_reached_by_both_versions_of_the_protocol(host: str) -> No
     peer.caller.connected = lambda: peer.caller.send(Message("beat", 5))
     received = None
     while received is None:
+        peer.caller.flush()
         peer.loop.run_once(0.01)
         received = listener.receive(0.01)
     peer.close()

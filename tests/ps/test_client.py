@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import threading
@@ -133,6 +134,7 @@ def test_a_connection_may_end_while_another_one_is_read() -> None:
         for listener, received in zip(listeners, asked, strict=True):
             assert received is not None
             listener.send(received[0], Message("beat", received[1].request))
+            assert listener.receive(0) is None  # By which the answer goes.
         answered.set()
         wait_until(lambda: bool(heard))
         later = client.ask(lambda done: done(Message("done")))
@@ -196,6 +198,7 @@ def test_large_payloads_come_as_they_were_sent(encrypted: bool) -> None:
 @pytest.mark.parametrize("near", [False, True])
 def test_what_has_not_begun_is_given_up_at_the_end(encrypted: bool, near: bool) -> None:
     """No descriptor is left, at whatever step of the beginning either end is closed."""
+    gc.collect()  # What tests before have left, which may be closed meanwhile.
     before = len(os.listdir("/proc/self/fd"))
     for steps in range(14):
         listener = Listener(Address("127.0.0.1"), SERVER, b"a secret", encrypted=encrypted)
@@ -209,4 +212,5 @@ def test_what_has_not_begun_is_given_up_at_the_end(encrypted: bool, near: bool) 
         for end in ends if steps % 2 else ends[::-1]:
             end()
         assert connection.caller.sharing is None
-    assert len(os.listdir("/proc/self/fd")) == before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -83,9 +83,7 @@ def test_a_member_says_what_has_bounds_or_loses_its_connection(
     cluster = new_cluster(1, 1)
     (trainer,) = trainers(cluster, 1)
     with peer_of(cluster, where(cluster)) as peer:
-        peer.wait(lambda: peer.caller.takes)
-        assert peer.caller._link is not None
-        peer.caller._link.send_bytes(begins)
+        peer.say_raw(begins)
         peer.wait(lambda: bool(peer.caller.trouble))
         assert peer.ask("beat", 2).request == 2  # It may come again.
     trainer.train(4)

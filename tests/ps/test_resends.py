@@ -14,7 +14,7 @@ from hvdlite.ps.connections.messages import Message
 class Peer:
     """Answers when it is told to."""
 
-    sharing, takes = None, True
+    sharing, takes, takes_one = None, True, False
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -22,6 +22,7 @@ class Peer:
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
+        self.takes = self.takes and not self.takes_one
 
     def answer(self, connection: Connection) -> None:
         answers, self.answers = self.answers, []
@@ -63,6 +64,12 @@ def test_what_is_under_way_is_not_sent_again_and_all_is_on_another_connection() 
         now[0] = connection.look()
     connection.look()
     assert (len(peer.sent), connection.resent) == (2, 0)
+    peer.takes = True
+    peer.takes_one = True  # What is sent first is under way when the second one is looked at.
+    now[0] = connection.look()
+    connection.look()
+    assert (len(peer.sent), connection.resent) == (4, 2)
+    peer.sent[:] = peer.sent[:2]
     connection.send_again()
     assert [message.request for message in peer.sent] == requests * 2
 

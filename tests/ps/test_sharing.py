@@ -32,6 +32,7 @@ from hvdlite.ps.tables import gradient_sums
 from hvdlite.ps.tables.gradient_sums import add_up
 from tests.ps.cluster import wait_until
 from tests.ps.hostile import claim_with
+from tests.ps.peers import break_off
 
 FLOAT = np.dtype(np.float32)
 SIZE = SHARED_BYTES  # Elements of a payload that is worth it.
@@ -233,7 +234,7 @@ def test_memory_is_shared_anew_on_another_connection(echo: Echo) -> None:
     asker = Asker(echo.listener.address)
     assert asker.ask(5.0)[1]
     (name,) = echo.listener._peers
-    asker.client.call(asker.connection.caller.break_off)
+    asker.client.call(lambda: break_off(asker.connection.caller))
     answer, near = asker.ask(6.0)
     assert (answer == 12).all() and near
     assert [*echo.listener._peers] == [name]

@@ -9,6 +9,7 @@ import pytest
 
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.listener import MOST_STRANGERS
+from hvdlite.ps.connections import channel
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers
 from tests.ps.hostile import attack, begin, claim_with, rogues
 from tests.ps.test_door import address_of, address_of_scheduler, peer_of
@@ -23,7 +24,14 @@ def test_no_message_ends_a_server_or_the_scheduler(new_cluster: NewCluster, seed
     attack(new_cluster(2, 1), 60, 400, seed)
 
 
-def test_a_member_believes_nobody_who_proves_nothing() -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_no_message_ends_anybody_in_a_hundred_thousand(new_cluster: NewCluster, seed: int) -> None:
+    attack(new_cluster(2, 1), 1000, 10_000, seed)
+
+
+def test_a_member_believes_nobody_who_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "LONGEST_PAUSE_SECONDS", channel.FIRST_PAUSE_SECONDS)
     rogues(random.Random(7), 30)
 
 

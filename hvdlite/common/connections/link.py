@@ -138,6 +138,7 @@ class Link:
         self.frames = Frames(most_bytes, memory, unpacker)
         self.open = True
         self.at_fault = False  # Whether the other end has said what it must not.
+        self.gathers = False  # Whether what is sent waits for `flush`, to go with what follows.
         self.heard_at = self.spoke_at = loop.now()
         self._loop, self._liveness = loop, liveness
         self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
@@ -193,7 +194,13 @@ class Link:
                     self._queued += len(data)
             if sent is not None:
                 self._marks.append((self._queued, sent))
-            if not self._events & WRITE:
+            if not self.gathers and not self._events & WRITE:
+                self._flush()
+
+    def flush(self) -> None:
+        """Send what was gathered."""
+        with self._lock:
+            if self._outbox and not self._events & WRITE:
                 self._flush()
 
     def send_bytes(self, data: bytes) -> None:

@@ -96,6 +96,7 @@ class Listener:
         self, address: Address, role: str, token: bytes = b"", *, encrypted: bool = False,
         carries: bool = True,
     ) -> None:  # fmt: skip
+        self._encryption = Encryption(token) if encrypted else None
         try:
             own = listen(address) if address.host else listen_everywhere(address.port)
         except OSError as error:
@@ -112,11 +113,11 @@ class Listener:
         self._loop = Loop()
         self._liveness = Liveness(self._loop, DEAD_SECONDS)
         self._party = Party(token, _role_of(role), MEMBER)
-        self._encryption = Encryption(token) if encrypted else None
         self._arrays = _memory if carries else no_memory
         self._peers: dict[bytes, _Peer] = {}
         self._begins: dict[bytes, Callable[[], None]] = {}  # Ends what has not come to messages.
         self._received: deque[tuple[bytes, Message]] = deque()
+        self._unsent: dict[Link, None] = {}  # Links with answers that go together.
         self._doors = [self._open(own)]
 
     def _open(self, own: socket.socket, *, same_user: bool = False) -> doors.Listener:
@@ -182,6 +183,7 @@ class Listener:
             most_bytes=MOST_HEAD_BYTES, memory=self._arrays, unpacker=parse,
             liveness=self._liveness,
         )  # fmt: skip
+        link.gathers = True
         peer = self._peers[name] = _Peer(link, sharing)
 
     def drop(self, name: bytes) -> None:
@@ -198,6 +200,8 @@ class Listener:
 
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
         """Return the next message and its sender; None where none comes within `seconds`."""
+        if not self._received:
+            self._flush()
         end = self._loop.now() + seconds
         left = seconds
         while not self._received:
@@ -208,13 +212,22 @@ class Listener:
         return self._received.popleft() if self._received else None
 
     def send(self, name: bytes, message: Message) -> None:
-        """Send a message, whose payloads must not change; to a peer that has gone, it is lost."""
+        """Send a message when what is here is answered; to a peer that has gone, it is lost.
+
+        Its payloads must not change.
+        """
         peer = self._peers.get(name)
         if peer is None or peer.link.queued_bytes > MOST_QUEUED_BYTES:
             return
         if peer.sharing is not None:
             message = peer.sharing.pack(message)
         peer.link.send_head(pack(message), message.payloads)
+        self._unsent[peer.link] = None
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, {}
+        for link in unsent:
+            link.flush()
 
     def close(self) -> None:
         """Close all connections when the last answers have been sent."""
@@ -222,6 +235,7 @@ class Listener:
             door.close()
         for give_up in self._begins.values():
             give_up()
+        self._flush()
         links = [peer.link for peer in self._peers.values()]
         end = self._loop.now() + LINGER_SECONDS
         for link in links:
@@ -320,10 +334,11 @@ class Caller:
 
     def _use(self, connection: socket.socket) -> None:
         self._pause = FIRST_PAUSE_SECONDS
-        self._link = Link(
+        self._link = link = Link(
             self._loop, connection, received=self._receive, ended=self._lose,
             most_bytes=MOST_HEAD_BYTES, memory=_memory, unpacker=parse, liveness=self._liveness,
         )  # fmt: skip
+        link.gathers = True
         self.connected()
 
     def _lose(self, reason: str) -> None:
@@ -346,17 +361,19 @@ class Caller:
         self.sharing = sharing
 
     def send(self, message: Message) -> None:
-        """Send a message, whose payloads must not change; while nobody is there, it is lost."""
+        """Send a message with the next `flush`; while nobody is there, it is lost.
+
+        Its payloads must not change.
+        """
         if self._link is not None:
             if self.sharing is not None:
                 message = self.sharing.pack(message)
             self._link.send_head(pack(message), message.payloads)
 
-    def break_off(self) -> None:
-        """End the present connection, as a network may; another one is made."""
+    def flush(self) -> None:
+        """Let go what was sent."""
         if self._link is not None:
-            self._link.close()
-            self._lose("it was broken off")
+            self._link.flush()
 
     def close(self) -> None:
         """Close the connection at once; views of shared memory keep it."""

@@ -173,6 +173,8 @@ class Client:
         times = [connection.look() for connection in self._connections]
         times += [timer.look() for timer in self._timers]
         seconds = max(0.0, min(times, default=0.0) - time.monotonic()) if times else 60.0
+        for connection in self._connections:
+            connection.caller.flush()
         self._loop.run_once(seconds)
 
     def _fail(self, error: Exception) -> None:

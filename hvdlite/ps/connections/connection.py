@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from hvdlite.ps.connections.messages import Message
 
 SLOW_BYTES_PER_SECOND = 10e6  # On a slower network large messages may be sent twice.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 3.0
+LONGEST_SLEEP_SECONDS = 60.0
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Connection:
         self._now = now
         self._number = 0
         self._sent: dict[int, _Sent] = {}
+        self._unanswered_bytes = 0  # Of what was sent.
+        self._look_at = math.inf  # Before that, nothing is to be sent again.
         # The bytes of the last answer to such a request for a table.
         self._answer_bytes: dict[tuple[str, str], int] = {}
 
@@ -46,15 +50,18 @@ class Connection:
         nbytes = _nbytes_of(message)
         if self.caller.sharing is None:  # An answer comes behind all that is under way.
             nbytes += self._answer_bytes.get((message.kind, message.table), 0)
-            nbytes += sum(_nbytes_of(each.message) for each in self._sent.values())
+            nbytes += self._unanswered_bytes
         wait = FIRST_WAIT_SECONDS + nbytes / SLOW_BYTES_PER_SECOND
-        self._sent[self._number] = _Sent(message, self._now() + wait, wait)
+        self._sent[self._number] = sent = _Sent(message, self._now() + wait, wait)
+        self._unanswered_bytes += _nbytes_of(message)
+        self._look_at = min(self._look_at, sent.again_at)
         self.caller.send(message)
         return self._number
 
     def forget(self) -> None:
         """Send nothing again that was sent so far."""
         self._sent.clear()
+        self._unanswered_bytes, self._look_at = 0, math.inf
 
     def take(self, message: Message) -> None:
         """Take an answer."""
@@ -62,6 +69,7 @@ class Connection:
         if not message.request:
             self.news(message)
         elif (sent := self._sent.pop(message.request, None)) is not None:
+            self._unanswered_bytes -= _nbytes_of(sent.message)
             request = sent.message.kind, sent.message.table
             self._answer_bytes[request] = _nbytes_of(message)
             self.receive(message)
@@ -77,14 +85,18 @@ class Connection:
         What is under way, or would be, is not sent twice.
         """
         now = self._now()
+        if now < self._look_at:
+            return min(self._look_at, now + LONGEST_SLEEP_SECONDS)
+        takes = self.caller.takes  # Before the first of these is under way itself.
         for sent in self._sent.values():
             if now >= sent.again_at:
                 sent.wait = max(sent.wait, min(2 * sent.wait, LONGEST_WAIT_SECONDS))
                 sent.again_at = now + sent.wait
-                if self.caller.takes:
+                if takes:
                     self.caller.send(sent.message)
                     self.resent += 1
-        return min((sent.again_at for sent in self._sent.values()), default=now + 60.0)
+        self._look_at = min((sent.again_at for sent in self._sent.values()), default=math.inf)
+        return min(self._look_at, now + LONGEST_SLEEP_SECONDS)
 
 
 def _nbytes_of(message: Message) -> int:

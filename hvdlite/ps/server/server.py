@@ -152,6 +152,8 @@ class Server:
         return [answer for table in tables for answer in table.look(self.workers)]
 
     def _save_all(self) -> None:
+        if self._snapshots is None:
+            return
         for name in self.tables:
             self._save(name)
 

@@ -26,11 +26,11 @@ class ServerLink:
         self._client, self._worker = client, worker
         self._address = ""
         self._connection: Connection | None = None
-        self._lock = threading.Lock()  # Guards the list, to which two threads add.
-        self._shards: list[Shard] = []
+        self._lock = threading.Lock()  # Guards the shards, to which two threads add.
+        self._shards_of: dict[str, list[Shard]] = {}  # By their table; lists are replaced.
         self._error: Exception | None = None  # Why the server is lost for good.
         self._left: Callable[[Message], None] | None = None
-        self._is_known = False  # Whether the server has welcomed this process at its address.
+        self._welcomed: int | None = None  # The incarnation that has welcomed it at the address.
         self._asked = False  # Whether the server lives.
         self._requests: dict[int, tuple[Message, Done]] = {}  # Of `ask`, by their ids.
 
@@ -39,7 +39,7 @@ class ServerLink:
         if address == self._address:
             return
         self.close()
-        self._address, self._error, self._is_known = address, None, False
+        self._address, self._error, self._welcomed = address, None, None
         self._connection = self._client.connect(address, SERVER)
         self._connection.receive = self._receive
         self._connection.caller.connected = self._say_hello
@@ -52,7 +52,7 @@ class ServerLink:
 
     def _refuse(self, error: Exception) -> None:
         """Fail, unless it is another process that answers where the server has been."""
-        if not self._is_known:
+        if self._welcomed is None:
             is_other = isinstance(error, HorovodVersionMismatchError)
             self.fail(error if is_other else ConfigError(f"server {self.server} says: {error}"))
 
@@ -73,21 +73,28 @@ class ServerLink:
         assert self._connection is not None
         return self._connection.send(message)
 
+    @property
+    def _shards(self) -> list[Shard]:
+        """The shards that no later one has replaced."""
+        lists = list(self._shards_of.values())
+        return [shard for shards in lists for shard in shards if not shard.retired]
+
     def add(self, shard: Shard) -> None:
         """Let a shard hear of answers."""
         shard.records = self._client.records
         with self._lock:
-            self._shards = [*(each for each in self._shards if not each.retired), shard]
+            others = self._shards_of.get(shard.table, ())
+            self._shards_of[shard.table] = [*(each for each in others if not each.retired), shard]
             if self._error is not None:
                 shard.fail(self._error)
 
     @property
     def is_used(self) -> bool:
         """Whether the server keeps something of this worker's tables."""
-        return any(not shard.retired for shard in self._shards)
+        return bool(self._shards)
 
     def _used_tables(self) -> list[str]:
-        return [each.table for each in self._shards if each.is_used and not each.retired]
+        return [each.table for each in self._shards if each.is_used]
 
     def ask(self, message: Message, done: Done) -> None:
         """Send a request until it is answered, also to a server that comes again."""
@@ -132,8 +139,9 @@ class ServerLink:
     def _receive(self, message: Message) -> None:
         assert self._connection is not None
         if message.kind == "welcome":
-            self._is_known = True
-            if message.body["is_known"]:
+            same = message.body["is_known"] and message.incarnation == self._welcomed
+            self._welcomed = message.incarnation
+            if same:
                 self._connection.send_again()
             else:
                 self._come_again()
@@ -144,9 +152,8 @@ class ServerLink:
         elif message.kind == "done" and self._left is not None:
             self._left(message)
         else:
-            for shard in self._shards:
-                if shard.table == message.table:
-                    shard.receive(message)
+            for shard in self._shards_of.get(message.table, ()):
+                shard.receive(message)
 
     def _come_again(self) -> None:
         """Start all shards anew at a server that does not know this worker."""

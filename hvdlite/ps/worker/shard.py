@@ -266,8 +266,8 @@ class Shard:
             self.clock = message.clock
             self._pulled, self.version = None, -1
             error = PsRolledBack(why, message.clock)
+            self.on_rollback(error)  # Before anybody hears of it, who then forgets it.
             self._fail_all(error)
-            self.on_rollback(error)
         elif message.kind == "failed":
             self.fail(HorovodInternalError(self._words(message)))
         elif message.kind == "moved":

@@ -170,10 +170,11 @@ class TableShards:
 
     def _go_back(self, error: PsRolledBack) -> None:
         """Go back at all servers, as one has lost steps, in the client."""
-        for table in (self, *self.peers):
+        tables = (self, *self.peers)
+        for table in tables:  # All of them, before the first one fails what somebody waits for.
             table._rolled_back = error
-            for shard in table._shards:
-                shard.go_back(error)
+        for shard in [shard for table in tables for shard in table._shards]:
+            shard.go_back(error)
 
     def forget_rollback(self) -> None:
         """Take it that the user has heard of a rollback."""
