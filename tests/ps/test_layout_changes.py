@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler import scheduler as schedulers
@@ -23,6 +24,7 @@ from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.tables.saved import SavedTable
 from hvdlite.ps.tables.table import Saved
+from hvdlite.ps.worker.shard import Shard
 from tests.ps.cluster import Cluster, Trainer, in_threads, trainers, wait_until
 from tests.ps.test_scaling import Added
 
@@ -91,6 +93,28 @@ def test_a_step_that_is_made_again_counts_once_where_its_server_has_returned_mea
     again.table.pull(again.values)  # It has started there again.
     add_ones(again, lambda: again.table.clock == 10)
     assert added_up(again) == {10.0}
+
+
+def test_a_server_that_has_lost_a_step_which_is_made_again_rolls_nobody_back() -> None:
+    """It comes again while the worker goes back to the step that another server lacks."""
+    sent: list[Message] = []
+
+    def send(message: Message) -> int:
+        sent.append(message)
+        return len(sent)
+
+    shard = Shard("t", 0, 0, {}, list, send)
+    heard: list[object] = []
+    shard.on_rollback = heard.append
+    shard.start(heard.append)
+    shard.receive(Message("started", 1, "t", 0, body={"clock": 1}))
+    heard.clear()
+    shard.come_again()
+    assert sent[-1].body["clock"] == 1
+    shard.clock = 0
+    shard.receive(Message("rolled_back", 2, "t", 0, body={"clock": 0}))
+    shard.push({}, [], heard.append)
+    assert (sent[-1].kind, sent[-1].clock, heard) == ("push", 0, [])
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])

@@ -239,7 +239,10 @@ class Shard:
                 self.on_wanted(self)
             else:
                 self._offer(self._pulled, {})
-        elif message.kind == "started":
+        elif message.kind == "started" or (
+            # What the server has lost this worker makes again anyway: it stands there no more.
+            message.kind == "rolled_back" and message.clock >= self.clock
+        ):
             self._started = True
             self._extra = {}
             self._of = message.body.get("of")
