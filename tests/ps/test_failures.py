@@ -117,6 +117,28 @@ def test_steps_that_nobody_has_are_done_again_on_all_servers(
     assert [bits(trainer.values) for trainer in pair] == [train_in_one(40, both)] * 2
 
 
+def test_a_push_that_a_rollback_overtakes_fails_at_all_servers(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are those of a step that is lost, and no server may count them for another."""
+    (trainer,) = trainers(new_cluster(2, 1), 1)
+    trainer.train(5)
+    table, error = trainer.table, PsRolledBack("two steps are lost", 3)
+    let_pass = table.gate.let_pass
+
+    def overtaken() -> None:
+        let_pass()
+        over = threading.Event()
+        table._client.call(lambda: (table._go_back(error), over.set()))
+        assert over.wait(LIMIT_SECONDS)
+
+    monkeypatch.setattr(table.gate, "let_pass", overtaken)
+    for handle in trainer.push():
+        assert handle.ended_within(LIMIT_SECONDS)
+        with pytest.raises(PsRolledBack, match="two steps"):
+            handle.wait()
+
+
 def test_a_server_that_does_not_return_ends_the_job_and_is_named(new_cluster: NewCluster) -> None:
     cluster = new_cluster(2, 2, server_seconds=0.3)
     first, second = trainers(cluster, 2)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ CLOSED = "this process has left its parameter servers: its connections are close
 MOST_WORDS = 64  # Of the name that a user gives to a process.
 
 _Call = Callable[[], object]
+_Ask = Callable[[Callable[[Message | Exception], None]], object]
 
 
 def name_of(role: str, words: str) -> bytes:
@@ -98,31 +100,41 @@ class Client:
         """Call a function in the thread again and again, first after `seconds`."""
         self.call(lambda: self._timers.append(_Timer(seconds, function)))
 
-    def ask(self, function: Callable[[Callable[[Message | Exception], None]], object]) -> Handle:
+    def ask(self, function: _Ask) -> Handle:
         """Run a function in the thread that calls what it is given with a result, or an error.
 
         What has no result when the client is closed, or is asked later, fails.
         """
-        handle = Handle()
+        return self.ask_all([function])[0]
 
-        def done(result: Message | Exception) -> None:
-            self._pending.discard(handle)
-            if handle.poll():
-                return
-            if isinstance(result, Exception):
-                handle.fail(result)
-            else:
-                handle.complete(result)
+    def ask_all(self, functions: Sequence[_Ask]) -> list[Handle]:
+        """Do as `ask` for each function; nothing else happens in the thread between them."""
+        handles = [Handle() for _ in functions]
 
         def begin() -> None:
-            self._pending.add(handle)
-            if self._failure is None:
-                function(done)
-            else:
-                done(self._failure)
+            self._pending.update(handles)
+            for handle, function in zip(handles, functions, strict=True):
+                done = partial(self._settle, handle)
+                if self._failure is None:
+                    function(done)
+                else:
+                    done(self._failure)
 
-        self.call(begin, lambda: handle.fail(HorovodInternalError(CLOSED)))
-        return handle
+        def refuse() -> None:
+            for handle in handles:
+                handle.fail(HorovodInternalError(CLOSED))
+
+        self.call(begin, refuse)
+        return handles
+
+    def _settle(self, handle: Handle, result: Message | Exception) -> None:
+        self._pending.discard(handle)
+        if handle.poll():
+            return
+        if isinstance(result, Exception):
+            handle.fail(result)
+        else:
+            handle.complete(result)
 
     def call(self, function: _Call, otherwise: _Call = _nothing) -> None:
         """Run a function in the thread soon, or `otherwise` where the client is closed before.

@@ -15,8 +15,8 @@ from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of, dtype
 from hvdlite.ps.layouts.layout import Layout, Part
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.description import describe_table
-from hvdlite.ps.tables.gradient_pieces import EarlySender, Gone, Rest, rest_of
-from hvdlite.ps.worker.ordered_operations import MovedError, joined
+from hvdlite.ps.tables.gradient_pieces import EarlySender, Gone, rest_of
+from hvdlite.ps.worker.ordered_operations import Begin, MovedError, joined
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.shard import PsRolledBack, Shard
 from hvdlite.ps.worker.table_shards import TableShards
@@ -155,13 +155,15 @@ class RemoteTable(TableShards):
             self._early.end(())
             raise
         self.gate.let_pass()
-        handles = []
+        pushes: list[Begin] = []
         early = self._early.end(tensors)
         for server, shard in enumerate(self._shards):
             gone = early.get(server)
             payloads = self._cut(tensors, server, gone) if tensors else []
             rest = gone and rest_of(self._blocks[server], gone, payloads)
-            handles.append(self._client.ask(_push(shard, body, payloads, rest)))
+            push = partial(shard.push, body, payloads, rest=rest)
+            pushes.append(partial(self._unless_rolled_back, push))
+        handles = self._client.ask_all(pushes)
         joined(handles, lambda _: None).on_end(self.gate.answered)
         return handles
 
@@ -213,9 +215,3 @@ class RemoteTable(TableShards):
                 block.gather_others(tensors, self._first_key, array, here)
             payloads.append(memoryview(array.view("u1").data))
         return payloads
-
-
-def _push(
-    shard: Shard, body: Mapping[str, Any], payloads: Sequence[memoryview], rest: Rest | None
-) -> Callable[[Callable[[Message | Exception], None]], None]:
-    return lambda done: shard.push(body, payloads, done, rest)

@@ -11,7 +11,7 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.tables.clocks import SYNC
-from hvdlite.ps.worker.ordered_operations import MovedError, joined
+from hvdlite.ps.worker.ordered_operations import Begin, Done, MovedError, joined
 from hvdlite.ps.worker.shard import PsRolledBack, Shard
 
 LOOK_SECONDS = 0.2  # How often a thread that is held back looks whether a server is lost.
@@ -187,12 +187,29 @@ class TableShards:
         if error is not None:
             raise error
 
+    def _unless_rolled_back(self, push: Begin, done: Done) -> None:
+        """Begin a push of a step that the servers still have.
+
+        Pushes begin at all servers in one turn of the client, so a rollback comes before or after
+        all of them. Those that come later were computed from a step that is lost: they fail.
+        """
+        if self._rolled_back is None:
+            push(done)
+        else:
+            done(self._rolled_back)
+
     def _push_parts(self, parts: Sequence[Sequence[Buffer]], body: Mapping[str, Any]) -> Handle:
         """Push a step that the gate has let pass, to each server after what was asked before."""
-        handles = [
-            self._client.ask(partial(shard.operations.add, partial(shard.push, body, payloads)))
+        pushes = [
+            partial(self._unless_rolled_back, partial(shard.push, body, payloads))
             for shard, payloads in zip(self._shards, parts, strict=True)
         ]
+        handles = self._client.ask_all(
+            [
+                partial(shard.operations.add, push)
+                for shard, push in zip(self._shards, pushes, strict=True)
+            ]
+        )
         handle = joined(handles, lambda _: None)
         handle.on_end(self.gate.answered)
         return handle
