@@ -333,12 +333,16 @@ class ControlPlane:
         self._transport.send(self._tree.parent, encode(message))
 
     def _send_down(self, message: Message) -> None:
-        children = [child for child in self._tree.children if child not in self._departed]
-        if isinstance(message, Orders):  # A rank must still receive its own Departed.
-            children = list(self._tree.children)
+        children = self._tree.children
+        if not isinstance(message, Orders):  # A rank must still receive its own Departed.
+            children = tuple(child for child in children if not self._has_ended(child))
         body = encode(message) if children else b""
         for child in children:
             self._transport.send(child, body)
+
+    def _has_ended(self, child: int) -> bool:
+        """Return whether a child and all below it, which its engine serves, have departed."""
+        return child in self._departed and self._tree.subtree_of(child) <= self._departed
 
     # -- stalls
 
