@@ -161,7 +161,10 @@ class _End:
         self._migration.look(self._news)
         keeps = self._number < self._news.get("layout_servers", 0)
         self._is_used |= keeps
-        if workers and (keeps or not self._is_used):
+        # One that was to go may be among the servers of the change that is under way.
+        change = self._news.get("change")
+        comes = change is not None and self._number < change["servers"]
+        if workers and (keeps or comes or not self._is_used):
             self._empty_since = None
         elif self._empty_since is None:
             self._empty_since = time.monotonic()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps import roles
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
@@ -257,3 +259,19 @@ def test_whole_tensors_do_not_move_and_say_so(new_cluster: NewCluster) -> None:
     worker.declare("whole", specs, options, lambda: [np.zeros(4)])
     with pytest.raises(HorovodInternalError, match="table 'whole' are whole"):
         worker.scale_servers(1)
+
+
+def test_a_server_that_was_to_go_stays_where_the_next_layout_has_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roles, "LAST_SECONDS", 0.0)
+    news: dict[str, Any] = {"workers": [0], "layout_servers": 3, "change": None}
+    end = roles._End(Mock(), Mock(), 2, news)
+    assert not end()
+    news |= {"layout_servers": 2, "change": {"servers": 4}}
+    assert not end() and not end()
+    news |= {"layout_servers": 4, "change": None}
+    assert not end() and not end()
+    news["layout_servers"] = 2
+    end()
+    assert end()
