@@ -25,6 +25,7 @@ from hvdlite.launcher.processes.output import STREAMS, Output
 log = logging.getLogger("hvdlite")
 CHUNK_BYTES = 1 << 16
 CONNECT_SECONDS = 10.0
+LATEST_SECONDS = 60.0  # For which what ranks have left behind may go on printing at the end.
 
 
 class RankOutput:
@@ -102,7 +103,8 @@ class DriverOutput:
             self._loop.run_once()
         # Who has called already, and has ended, is let in, and what it has printed is read.
         end, wait = self._loop.now() + CONNECT_SECONDS, 0.0
-        while self._loop.run_once(wait) or wait:
+        last = self._loop.now() + LATEST_SECONDS
+        while (self._loop.run_once(wait) or wait) and self._loop.now() < last:
             late = self._open or self._listener.claims()
             wait = max(0.0, end - self._loop.now()) if late else 0.0
         self._listener.close()

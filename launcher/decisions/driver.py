@@ -20,6 +20,8 @@ from hvdlite.launcher.decisions.succession import Succession
 from hvdlite.launcher.decisions.worlds import NoStateError
 
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
+# What all workers say at about the same time.
+TOGETHER = frozenset({"hello", "checks", "bye"})
 NO_STATE = "nobody holds the last commit (number {0}) any more, so the job cannot go on"
 
 
@@ -145,7 +147,9 @@ class Driver:
                 self._losses.give_up_late(epoch, late, now)
             case ["bye"]:
                 worker.said_bye = True
-        if not self._requirements.others_are_late():
+        if message[0] in TOGETHER:
+            self._advance_later(now)
+        elif not self._requirements.others_are_late():
             self._advance(now)
 
     def worker_stopped(self, number: int, now: float) -> None:

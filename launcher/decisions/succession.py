@@ -132,7 +132,7 @@ class Succession:
         over = self.reset is not None and self.reset.regrouped
         if self.world is None or epoch != self.world.epoch or over:
             return
-        if worker.number in self.members:
+        if worker.number in self.member_set:
             bodies = self._rounds.add(worker.number, round_, body)
             if bodies is not None:
                 self._order(Tell(self.members, ["bodies", epoch, round_, bodies]))

@@ -115,6 +115,7 @@ class Conversation:
         self._command, self._environ, self._loop = command, environ, loop
         self._login_seconds = login_seconds
         self._runs = False  # Python has started
+        self._has_ended = False  # perhaps between two questions
         self._unread = b""
         self._said: list[str] = []  # before Python has started, on standard output
         self._timer = Timer(self._give_up)
@@ -135,6 +136,8 @@ class Conversation:
             self._loop.listen(reader, self._hear)
         with contextlib.suppress(BrokenPipeError):
             self._streams[1].write(json.dumps(question).encode() + b"\n")
+        if self._has_ended:
+            self._end()
 
     def _limit(self, seconds: float) -> None:
         self._timer.cancel()
@@ -145,6 +148,7 @@ class Conversation:
         data = os.read(fd, READ_BYTES)
         if not data:
             self._loop.forget(fd)
+            self._has_ended = True
             self._end()
         *lines, self._unread = (self._unread + data).split(b"\n")
         for text in (line.decode(errors="replace") for line in lines):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.torch.sharded_ranks import check_against_one_process
+from tests.torch.sharded_ranks import check_against_one_process, run_sharded
 
 RANKS = [2, 3, 4]
 BATCH, WORDS, WIDTH, HEADS = 12, 6, 48, 12
@@ -277,3 +277,31 @@ def test_a_transformer_of_which_the_words_are_cut() -> None:
     }
     found = check_against_one_process(layer, [torch.randn(BATCH, WORDS, WIDTH)], cuts, 3)
     assert found.plan["linear1"].strategy == ((1, 3, 1), (1, 1)), "all of the block follows"
+
+
+class Rolled(nn.Module):
+    """All elements, and those of a dimension, in a circle."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.roll(x, 3) + torch.roll(x, 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on whole inputs")
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_roll_of_all_elements(ranks: int) -> None:
+    check_against_one_process(Rolled(), [torch.randn(BATCH, WORDS)], {}, ranks)
+
+
+class Numbered(nn.Module):
+    """Returns numbers that are made of no input beside what is made of one."""
+
+    def forward(self, x: Any) -> Any:
+        return x * 2, torch.arange(BATCH) * 2
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_is_made_of_no_input_is_whole_on_each_rank(ranks: int) -> None:
+    x = torch.randn(BATCH, WORDS)
+    result = run_sharded(Numbered(), [x], {}, ranks, lambda output, _rank: output.sum())
+    for _, numbers in result.outputs:
+        assert numbers.tolist() == [2 * each for each in range(BATCH)]

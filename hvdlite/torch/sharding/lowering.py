@@ -162,8 +162,8 @@ class Lowering:
 
     def _output(self, index: int, name: str) -> Any:
         value = self._values[name]
-        if value.is_made:
-            return value.node
+        if value.is_made:  # All of it; an operator may have computed a part of it on each rank.
+            return self._wanted(name, whole(len(value.shape), self._ranks), ())
         wanted, losses = self._leaving(index, name)
         node = self._wanted(name, wanted, losses)
         return self._graph.call_function(scale_gradient, (node, 1 / self._ranks))

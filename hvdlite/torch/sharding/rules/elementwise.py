@@ -50,7 +50,7 @@ def along(argument: str, default: Any = None) -> Maker:
     def make(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
         found = argument_of(function, args, kwargs, argument)
         dims = default if found is None else found
-        if dims is None:
+        if dims is None or dims == []:  # All dimensions as one, such as of `roll` without dims.
             return None
         uncut = (dims,) if isinstance(dims, int) else tuple(dims)
         return pointwise(function, args, kwargs, result, uncut)
