@@ -6,6 +6,7 @@
 It is trained data-parallel, and its checkpoint is whole. To write, it is made without memory for
 its weights, its operators are cut by strategies, and each rank reads its parts of the checkpoint.
 Attention is cut by heads, and so are the keys and values that each block keeps of what came before.
+Needs the extras torch and examples.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def failure_sentence(failure: Failure, codes: Mapping[int, int]) -> str:
     if departure and codes.get(int(departure[1])) == 0:
         hints.append(
             f"rank {departure[1]} has ended normally while rank {failure.rank} still called "
-            "collectives: where ranks have different numbers of batches, join() at the end of each"
+            "collectives: let all ranks make these calls, and where they have different numbers "
+            "of batches, let each call join() after its last one"
         )
     lines = [
         f"{failure}; the job has been ended",

@@ -201,7 +201,8 @@ class DeadlockDetector:
         shown = sorted(stuck)[:MOST_RANKS]
         lines = [
             f"{len(stuck)} ranks wait for each other, and none of them will ever go on. "
-            "Let all ranks make these calls in one order."
+            "Let all ranks make these calls in one order, and none for rank 0 alone. The job waits "
+            "until it is ended; --stall-check-shutdown-time-seconds ends such a job by itself."
         ]
         for rank in shown:
             name, place = self._replies[rank].names[0], self._replies[rank].places[0]
