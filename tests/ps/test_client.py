@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.worker.ordered_operations import OrderedOperations
 from tests.ps.cluster import Cluster, trainers, wait_until
 
 NewCluster = Callable[..., Cluster]
@@ -192,6 +194,30 @@ def test_large_payloads_come_as_they_were_sent(encrypted: bool) -> None:
     finally:
         client.close()
         listener.close()
+
+
+def test_a_message_has_as_many_arrays_as_a_large_table_has_blocks() -> None:
+    listener = Listener(Address("127.0.0.1"), SERVER, b"a secret")
+    client = Client(b"worker 0", b"a secret")
+    payloads = [memoryview(each.to_bytes(2, "little")) for each in range(10_000)]
+    try:
+        connection = client.connect(listener.address, SERVER)
+        client.call(lambda: connection.send(Message("take", table="t", payloads=payloads)))
+        _, message = listener.receive(20) or (b"", Message(""))
+        assert [bytes(each) for each in message.payloads] == [bytes(each) for each in payloads]
+    finally:
+        client.close()
+        listener.close()
+
+
+def test_many_operations_that_fail_at_once_fail_one_after_another() -> None:
+    operations, first, results = OrderedOperations(), list[Any](), list[Any]()
+    operations.add(first.append, results.append)
+    for _ in range(5000):
+        operations.add(lambda done: done(ValueError("rolled back")), results.append)
+    assert results == []
+    first[0](Message("pushed"))
+    assert [type(each) for each in results] == [Message] + [ValueError] * 5000
 
 
 @pytest.mark.parametrize("encrypted", [False, True])

@@ -60,15 +60,19 @@ def no_memory(message: Any, sizes: list[int]) -> Sequence[bytearray]:
 
 
 class Frames:
-    """Takes frames out of a stream of bytes; heads have at most `most_bytes`."""
+    """Takes frames out of a stream of bytes; heads have at most `most_bytes`.
+
+    A message has at most `most_arrays`.
+    """
 
     def __init__(
         self,
         most_bytes: int,
         memory: Memory = no_memory,
         unpacker: Callable[[bytes], Any] = unpack,
+        most_arrays: int = MOST_ARRAYS,
     ) -> None:
-        self.most_bytes = most_bytes
+        self.most_bytes, self._most_arrays = most_bytes, most_arrays
         self._memory, self._unpacker = memory, unpacker
         self._input = bytearray()
         self._message: Any = None
@@ -137,7 +141,7 @@ class Frames:
             raise ProtocolError(
                 f"it sent a message of {length} bytes, and {self.most_bytes} are the most"
             )
-        if count > MOST_ARRAYS or (count and self._memory is no_memory):
+        if count > self._most_arrays or (count and self._memory is no_memory):
             raise ProtocolError(f"it sent a message with {count} arrays")
         begin = PREFIX.size + 8 * count
         if len(self._input) < begin + length:

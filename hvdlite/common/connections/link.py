@@ -22,6 +22,7 @@ from typing import Any
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.connections.frames import (
     BEAT,
+    MOST_ARRAYS,
     Buffer,
     Frames,
     Memory,
@@ -112,7 +113,7 @@ class Link:
     arrays)`` is called in the loop with each message; a `ProtocolError` from it ends the link.
     ``ended(reason)`` is called once in the loop, after the link was closed; an orderly end has an
     empty reason. `most_bytes` bounds the heads that are accepted, and `memory` says where arrays
-    are received (by default there are none).
+    are received (by default there are none), at most `most_arrays` with a message.
 
     With `beat_seconds` this end sends a beat whenever it has said nothing for that long. With
     `silent_seconds` a link ends over which nothing has come for that long, unless something waits
@@ -129,13 +130,14 @@ class Link:
         most_bytes: int,
         memory: Memory = no_memory,
         unpacker: Callable[[bytes], Any] = unpack,
+        most_arrays: int = MOST_ARRAYS,
         beat_seconds: float = 0.0,
         silent_seconds: float = 0.0,
         prologue: bytes = b"",
         liveness: Liveness | None = None,
     ) -> None:
         self.received, self.ended = received, ended
-        self.frames = Frames(most_bytes, memory, unpacker)
+        self.frames = Frames(most_bytes, memory, unpacker, most_arrays)
         self.open = True
         self.at_fault = False  # Whether the other end has said what it must not.
         self.gathers = False  # Whether what is sent waits for `flush`, to go with what follows.

@@ -37,6 +37,7 @@ from hvdlite.common.connections.link import Arrays, Link
 from hvdlite.common.connections.liveness import Liveness
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Claim, Party
+from hvdlite.common.plain.logs import log
 from hvdlite.ps.connections.encryption import Encryption
 from hvdlite.ps.connections.memory_exchange import new_name, swap
 from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, pack, parse
@@ -51,6 +52,8 @@ LIMITS = Limits(connect_seconds=5.0, prove_seconds=60.0)  # A server may be busy
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5  # Between two dials.
 # Answers for which a peer that does not read has no room: it asks again when it does.
 MOST_QUEUED_BYTES = 4 << 30
+# With a message: a server that hands a table over sends all of its blocks with their state.
+MOST_ARRAYS = 1 << 19
 # The kinds of messages that carry arrays.
 CARRIERS = frozenset({"offer", "push", "pull", "push_rows", "pull_rows", "take", "values"})
 
@@ -174,14 +177,16 @@ class Listener:
         self._begins.pop(name, None)
         self.drop(name)
 
-        def ended(_reason: str) -> None:
+        def ended(reason: str) -> None:
+            if link.at_fault:
+                log.warning("the connection of %s is closed: %s", name.decode(), reason)
             if self._peers.get(name) is peer:
                 self.drop(name)
 
         link = Link(
             self._loop, connection, received=partial(self._receive, name, sharing), ended=ended,
             most_bytes=MOST_HEAD_BYTES, memory=self._arrays, unpacker=parse,
-            liveness=self._liveness,
+            most_arrays=MOST_ARRAYS, liveness=self._liveness,
         )  # fmt: skip
         link.gathers = True
         peer = self._peers[name] = _Peer(link, sharing)
@@ -273,6 +278,7 @@ class Caller:
         self._party = Party(token, MEMBER, _role_of(role))
         self._liveness = Liveness(loop, DEAD_SECONDS)
         self._pause = FIRST_PAUSE_SECONDS
+        self._began = 0.0  # When the other end had proved itself last.
         self._attempt: Dial | None = None
         self._give_up: Callable[[], None] = _nothing  # What follows the proofs.
         self._link: Link | None = None
@@ -312,7 +318,7 @@ class Caller:
             self._loop.call_after(seconds, self._dial)
 
     def _begin(self, connection: socket.socket, _target: Target) -> None:
-        self._attempt = None
+        self._attempt, self._began = None, self._loop.now()
         self._liveness.prepare(connection)
         if self._memory is None:
             self._encrypt(connection)
@@ -333,10 +339,10 @@ class Caller:
             )
 
     def _use(self, connection: socket.socket) -> None:
-        self._pause = FIRST_PAUSE_SECONDS
         self._link = link = Link(
             self._loop, connection, received=self._receive, ended=self._lose,
-            most_bytes=MOST_HEAD_BYTES, memory=_memory, unpacker=parse, liveness=self._liveness,
+            most_bytes=MOST_HEAD_BYTES, memory=_memory, unpacker=parse, most_arrays=MOST_ARRAYS,
+            liveness=self._liveness,
         )  # fmt: skip
         link.gathers = True
         self.connected()
@@ -345,7 +351,10 @@ class Caller:
         self._link = None
         self._share(None)
         self.trouble = reason or "it has closed the connection"
-        self._again_after(FIRST_PAUSE_SECONDS)
+        if self._loop.now() - self._began > LONGEST_PAUSE_SECONDS:
+            self._pause = FIRST_PAUSE_SECONDS
+        self._again_after(self._pause)  # The other end may refuse each time what is sent again.
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
     def _receive(self, message: Message, arrays: Arrays) -> None:
         self.received(_whole(message, arrays, self.sharing))

@@ -26,12 +26,15 @@ def new_name() -> str:
 
 
 def is_here(name: str) -> bool:
-    """Return whether the process with this name is on this host, and can be reached."""
+    """Return whether the process with this name is on this host, and of this user."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.setblocking(False)
-            return connection.connect_ex(f"\0{name}") == 0
-    except OSError:  # Without a free descriptor.
+            if connection.connect_ex(f"\0{name}") != 0:
+                return False
+            check_credentials(connection)  # Else it would refuse this process, and TCP goes.
+            return True
+    except (OSError, ProtocolError):  # An OSError without a free descriptor.
         return False
 
 

@@ -110,6 +110,7 @@ class ServerCheckpoints:
         for saved in self._to_write:
             name = _file_name(saved.described.name, self._number, body["servers"])
             sizes[name] = saved_files.write(new / name, saved)
+        self._to_write = []
         return {"sizes": sizes}
 
     def _commit(self, body: Body) -> dict[str, Any]:
@@ -130,7 +131,6 @@ class ServerCheckpoints:
         about = {"form": FORM, "servers": len(body["written"]), "tables": tables}
         manifest.write(Manifest((), {}, {VALUE: about}), folder.new)
         folder.commit()
-        self._to_write = []
         return {}
 
     def _discard(self, body: Body) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class OrderedOperations:
     def __init__(self) -> None:
         self._waiting: deque[tuple[Begin, Done]] = deque()
         self._busy = False
+        self._begins = False  # `_next` runs: what ends at once must not run it inside.
 
     def add(self, begin: Begin, done: Done) -> None:
         """Run an operation in its turn; `done` gets its result."""
@@ -36,10 +37,16 @@ class OrderedOperations:
         self._next()
 
     def _next(self) -> None:
-        if self._waiting and not self._busy:
-            self._busy = True
-            begin, done = self._waiting.popleft()
-            begin(partial(self._end, done))
+        if self._begins:
+            return
+        self._begins = True
+        try:
+            while self._waiting and not self._busy:
+                self._busy = True
+                begin, done = self._waiting.popleft()
+                begin(partial(self._end, done))
+        finally:
+            self._begins = False
 
     def _end(self, done: Done, result: Message | Exception) -> None:
         done(result)
