@@ -35,7 +35,7 @@ def check(code: str, lines: list[str], folder: Path) -> None:
         env=environment(
             PYSPARK_PYTHON=sys.executable, RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0"
         ),
-        cwd=folder, capture_output=True, text=True, timeout=100, check=False,
+        cwd=folder, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     missing = {*lines} - {*done.stdout.splitlines()}

@@ -20,7 +20,7 @@ PACKAGE = Path(hvdlite.__file__).parent
 def run(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

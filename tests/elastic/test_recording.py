@@ -16,7 +16,7 @@ from tests.elastic.fake_driver import STOP
 from tests.elastic.test_worlds import MODULE, in_world, stop
 from tests.elastic.workers import Workers, job
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 Event = dict[str, Any]
 

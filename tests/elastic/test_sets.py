@@ -9,7 +9,7 @@ import pytest
 from tests.elastic.test_worlds import stop
 from tests.elastic.workers import Workers, job
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 MODULE = "worker_sets"
 # The workers of each set in the first world; "alone" is gone as soon as worker 2 is.

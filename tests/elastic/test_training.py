@@ -11,7 +11,7 @@ from tests.elastic.test_worlds import in_world
 from tests.elastic.workers import job
 
 pytest.importorskip("torch")
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(240)]
 
 MODULE = "worker_torch"
 VARIANTS = {

@@ -13,7 +13,7 @@ import pytest
 from tests.elastic.fake_driver import STOP
 from tests.elastic.workers import Line, Workers, job
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 MODULE = "worker_allreduce"
 # From a kill to the end of the first allreduce of the next world, on a busy machine.

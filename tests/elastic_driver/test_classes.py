@@ -19,7 +19,7 @@ from hvdlite.launcher.elastic.discovery import FixedHosts, HostDiscoveryScript, 
 from hvdlite.launcher.elastic.horovod_driver import ElasticDriver, create_rendezvous_handler
 from hvdlite.launcher.elastic.horovod_types import RESET_LIMIT_EXCEEDED_MESSAGE, SlotInfo
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 MakeDriver = Callable[..., ElasticDriver]
 
 

@@ -29,7 +29,7 @@ def obstacle() -> str:
 
 def run(name: str, device: str, **variables: str) -> None:
     command = ranks(2, sys.executable, "-m", "tests.gpu.programs", name, device)
-    result = run_command(command, timeout=110, **variables)
+    result = run_command(command, timeout=220, **variables)
     assert result.returncode == 0, result.stdout
     for rank in range(2):
         assert f"rank {rank}: {name} is right" in result.stdout, result.stdout

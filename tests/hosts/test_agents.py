@@ -13,7 +13,7 @@ from tests.hosts import faults
 from tests.hosts.jobs import ALL, FOREVER, SUM, hvdlite_run, in_the_middle
 from tests.hosts.lab import Lab
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 AGENTS = ("--launcher", "ssh", "--no-check-hosts", "-np", "3", "-H", ALL)
 SHORT = "2"  # HVDLITE_PEER_TIMEOUT
 

@@ -13,7 +13,7 @@ from tests.hosts.lab import HOSTS, Lab
 from tests.hosts.sites import ThreeHosts
 from tests.launcher.elastic.jobs import Place
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 ALL = "nodea:2,nodeb:2,nodec:2"
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.launcher.elastic_scenarios.jobs import Fault, check_weights, recovery_seconds
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 SIZE, STEPS = 6, 24
 RECOVERY_SECONDS = 4.0  # Alone it takes tenths of one; the driver would help itself after 5.

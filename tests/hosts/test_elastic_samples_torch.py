@@ -8,6 +8,6 @@ from tests.launcher.elastic_scenarios.test_samples_torch import (
     test_every_sample_is_used_once_in_an_epoch,
 )
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.soak]  # PyTorch starts six times.
+pytestmark = [pytest.mark.timeout(240), pytest.mark.soak]  # PyTorch starts six times.
 
 __all__ = ["test_every_sample_is_used_once_in_an_epoch"]

@@ -46,7 +46,7 @@ from tests.launcher.elastic_scenarios.test_worlds import (
     test_the_size_goes_from_four_to_three_to_five,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 __all__ = [  # Pytest collects them here, with the fixtures of this folder.
     "test_a_discovery_script_that_goes_wrong_later_changes_nothing",

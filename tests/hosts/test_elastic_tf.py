@@ -9,6 +9,6 @@ from tests.launcher.elastic_scenarios.test_horovod_tf import (
     test_the_loop_of_horovods_documentation,
 )
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.soak]
+pytestmark = [pytest.mark.timeout(360), pytest.mark.soak]
 
 __all__ = ["test_fit_of_keras_makes_every_batch_once", "test_the_loop_of_horovods_documentation"]

@@ -8,6 +8,6 @@ from tests.launcher.elastic_scenarios.test_horovod_torch import (
     test_the_loop_of_horovods_documentation,
 )
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.soak]  # PyTorch starts four times.
+pytestmark = [pytest.mark.timeout(240), pytest.mark.soak]  # PyTorch starts four times.
 
 __all__ = ["test_the_loop_of_horovods_documentation"]

@@ -14,7 +14,7 @@ from tests.hosts import faults
 from tests.hosts.jobs import ALL, LAUNCHER, hvdlite_run
 from tests.hosts.lab import HOSTS, ROOT, SHARED, Lab, Running, address
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 SUMS = (sys.executable, "-m", "tests.ps.scripts.raw_sums", str(SHARED))
 STEPS = 20
 PYTHONPATH = str(ROOT)

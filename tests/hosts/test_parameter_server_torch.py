@@ -29,7 +29,7 @@ from tests.ps.test_torch import (
     test_sync_is_bitwise_one_process,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 __all__ = [  # Pytest collects them here, with the site below.
     "test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed",

@@ -104,7 +104,7 @@ def test_the_file_loads_without_hvdlite(make: Any, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", LOAD, keras.__name__, str(path)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

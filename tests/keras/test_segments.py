@@ -22,7 +22,7 @@ from tests.keras.training import (
 )
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 SIZE = 2
 STEPS = 4
 

@@ -79,14 +79,14 @@ def program(name: str) -> list[str]:
 
 
 def run_program(
-    size: int, name: str, *, timeout: float = 60, **variables: str
+    size: int, name: str, *, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of ``tests.parallel.programs`` on `size` ranks; no process is left behind."""
     return run_command(ranks(size, *program(name)), timeout=timeout, **variables)
 
 
 def run_command(
-    command: list[str], *, timeout: float = 60, **variables: str
+    command: list[str], *, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a session of its own, which is ended when the time is over.
 

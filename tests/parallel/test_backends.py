@@ -21,7 +21,7 @@ def run_worker(
 ) -> tuple[int, str]:
     """Exit code and output of a worker of this folder on `size` ranks."""
     module = ("-m", f"tests.parallel.{worker}", *arguments)
-    result = run_command(ranks(size, sys.executable, *module, hosts=hosts), timeout=90)
+    result = run_command(ranks(size, sys.executable, *module, hosts=hosts), timeout=180)
     return result.returncode, result.stdout
 
 

@@ -66,7 +66,7 @@ sys.stdout.write("saved all the same\\n")
 def test_a_rank_that_is_killed_while_it_saves(by: str, where: str, tmp_path: Path) -> None:
     words = (sys.executable, "-c", PROGRAM, by, where, str(tmp_path))
     command = ranks(SIZE, *words, preload=PRELOAD)
-    done = run_command(command, timeout=100, VICTIM=str(VICTIM))
+    done = run_command(command, timeout=200, VICTIM=str(VICTIM))
     assert done.returncode != 0 and "saved all the same" not in done.stdout, done.stdout
     heard = [line for line in done.stdout.splitlines() if " heard: " in line]
     assert len(heard) == SIZE - 1, done.stdout

@@ -38,7 +38,7 @@ def run(
     if ranks > 1:
         start = [sys.executable, "-m", "hvdlite.launcher", "-np", str(ranks), *launcher]
         command = [*start, *command]
-    done = run_command(command, timeout=110, **variables)
+    done = run_command(command, timeout=220, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

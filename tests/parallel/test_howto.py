@@ -76,7 +76,7 @@ def test_a_script_prints_what_the_page_says(script: Script, tmp_path: Path) -> N
     path.write_text(script.code + "\n")
     flags = ["--as-horovod"] if ALIAS in script.needs else []
     words = ["/bin/sh", "-c", f'cd "{tmp_path}" && exec "{sys.executable}" train.py']
-    done = run_command([*LAUNCHER, *flags, "-np", "2", *words], timeout=110)
+    done = run_command([*LAUNCHER, *flags, "-np", "2", *words], timeout=220)
     assert done.returncode == 0, done.stdout
     lines = {line.split(">:", 1)[-1] for line in done.stdout.splitlines()}
     assert set(script.prints) <= lines, done.stdout

@@ -33,6 +33,6 @@ def test_training(size: int, needed: str, variables: dict[str, str]) -> None:
         if find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     command = ranks(size, sys.executable, "-m", "tests.parallel.worker_keras", preload=PRELOAD)
-    result = run_command(command, timeout=100, TF_CPP_MIN_LOG_LEVEL="2", **variables)
+    result = run_command(command, timeout=200, TF_CPP_MIN_LOG_LEVEL="2", **variables)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout

@@ -292,7 +292,7 @@ def torchrun(folder: Path, *flags: str) -> list[str]:
 def test_torchrun(when: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")
     command = torchrun(tmp_path, "--nproc-per-node", "2", f"--master-port={free_port()}")
-    done = run_command(command, timeout=90, WHEN=when)
+    done = run_command(command, timeout=180, WHEN=when)
     assert done.returncode == 0 and done.stdout.count(" of 2 done") == 2, done.stdout
 
 
@@ -315,7 +315,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
         for _ in range(2)
     ]  # fmt: skip
     try:
-        outputs = [node.communicate(timeout=110)[0] for node in nodes]
+        outputs = [node.communicate(timeout=220)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -51,7 +51,7 @@ class Results:
         if not self._output:
             program = [sys.executable, "-m", "tests.parallel.process_group.fork_ranks"]
             result = jobs.run_command(
-                [*program, "4", "2", "killed"], timeout=110, CHECKPOINT=str(self.folder)
+                [*program, "4", "2", "killed"], timeout=220, CHECKPOINT=str(self.folder)
             )
             self._output = result.stdout
             assert result.returncode == 0, result.stdout

@@ -31,7 +31,7 @@ def run(folder: Path, command: str) -> str:
     """Return the output of a command that ends well, in a folder with train.py."""
     variables = prepare(folder)
     words = ["bash", "-euo", "pipefail", "-c", f'cd "{folder}"\n{command}']
-    done = run_command(words, timeout=100, **variables)
+    done = run_command(words, timeout=200, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -348,7 +348,7 @@ def test_after_every_error_of_init_nothing_is_initialised_and_the_next_init_work
     tmp_path: Path,
 ) -> None:
     script = "from tests.parallel import worker_init_errors\nworker_init_errors.main()"
-    run(2, script, timeout=90, FOLDER=str(tmp_path))
+    run(2, script, timeout=180, FOLDER=str(tmp_path))
 
 
 @both

@@ -30,6 +30,6 @@ def test_training(size: int, method: str) -> None:
     command = ranks(
         size, sys.executable, "-m", "tests.parallel.worker_torch", method, preload=PRELOAD
     )
-    result = run_command(command, timeout=100)
+    result = run_command(command, timeout=200)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout

@@ -16,7 +16,7 @@ pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not install
 def run(size: int, call: str, folder: Path, rows: int) -> None:
     worker = (sys.executable, "-m", "tests.parallel.worker_checkpoint")
     words = (*worker, call, str(folder), str(rows))
-    result = run_command(ranks(size, *words, preload=("torch._dynamo", *worker[-1:])), timeout=100)
+    result = run_command(ranks(size, *words, preload=("torch._dynamo", *worker[-1:])), timeout=200)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout
 

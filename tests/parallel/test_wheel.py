@@ -82,7 +82,7 @@ def without_mpi(wheel: Path, tmp_path: Path) -> Run:
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [programs / words[0], *words[1:]], cwd=tmp_path, env={**environ, **variables},
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
 
     return run
@@ -103,7 +103,7 @@ def libraries_used(run: Run, cache: Path, **variables: str) -> set[Path]:
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(360)
 def test_the_compiled_code_of_a_wheel_needs_no_compiler(without_mpi: Run, tmp_path: Path) -> None:
     lend_packages(tmp_path / "venv", but=LIBRARIES)
     for name in COMPILERS:
@@ -118,7 +118,7 @@ def test_the_compiled_code_of_a_wheel_needs_no_compiler(without_mpi: Run, tmp_pa
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(360)
 def test_with_a_pure_wheel_the_first_job_compiles(pure_wheel: Path, tmp_path: Path) -> None:
     python = install(pure_wheel, tmp_path / "venv")
     lend_packages(tmp_path / "venv", but=LIBRARIES)
@@ -128,14 +128,14 @@ def test_with_a_pure_wheel_the_first_job_compiles(pure_wheel: Path, tmp_path: Pa
         environ["PATH"] = os.pathsep.join([str(python.parent), environ["PATH"]])
         return subprocess.run(
             [python.with_name(words[0]), *words[1:]], cwd=tmp_path, env=environ,
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
 
     (library,) = libraries_used(run, tmp_path / "cache")
     assert library.parent == tmp_path / "cache" / "hvdlite" / "shm"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(360)
 def test_training_needs_no_mpi(without_mpi: Run, tmp_path: Path) -> None:
     """The environment is what the extra "torch" installs: mpi4py, without any MPI library."""
     for module in ("torch", "sklearn"):

@@ -28,7 +28,7 @@ def test_the_script_of_the_page_prints_what_the_page_says(tmp_path: Path) -> Non
         commands = re.sub(r"\bpython\b", sys.executable, commands)
         done = subprocess.run(
             ["bash", "-ec", commands], env=variables, cwd=tmp_path,
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
     assert sorted(done.stdout.splitlines()) == blocks["prints"].splitlines(), done.stderr
 

@@ -18,7 +18,7 @@ from tests.elastic_programs import Running, check_results, fail_again, train, wa
 from tests.ray.conftest import CORES, STORE_BYTES
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 SETTINGS = RayExecutor.create_settings(placement_group_timeout_s=60)
 
 

@@ -46,7 +46,7 @@ def test_workers_are_spread_evenly_over_nodes_and_those_of_one_are_neighbours() 
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env={**environment(), "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     nodes, sums, error = json.loads(done.stdout.splitlines()[-1])

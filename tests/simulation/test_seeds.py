@@ -43,7 +43,7 @@ def test_a_seed_gives_the_same_trace_in_any_process() -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=100,
+            timeout=200,
         )
         assert done.returncode == 0, done.stderr
         digests.add(done.stdout.strip())

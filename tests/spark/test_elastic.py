@@ -20,7 +20,7 @@ from tests.elastic_programs import Running, check_results, fail_again, train, wa
 from tests.spark.sessions import session, wait_for_ends
 
 pytest.importorskip("pyspark", reason="the extra 'spark' is not installed")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 RANKS = 2
 
 

@@ -164,7 +164,7 @@ def test_two_jobs_under_the_name_horovod(tmp_path: Path) -> None:
         for command in commands
     ]  # fmt: skip
     try:
-        trained = jobs[1].communicate(timeout=90)[0]
+        trained = jobs[1].communicate(timeout=180)[0]
         assert jobs[1].returncode == 0, trained
         assert trained.count("trained") == 1
         served = jobs[0].communicate(timeout=WAIT)[0]

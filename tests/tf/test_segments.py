@@ -16,7 +16,7 @@ from hvdlite.common.segmentation.saved_results import save
 from hvdlite.common.segmentation.strategies import Gradient
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 SIZE = 2
 NAMES = ("a/kernel", "a/bias", "b/kernel", "b/bias", "c/kernel", "c/bias")
 SHAPES = ((4, 2), (2,), (4, 2), (2,), (4, 2), (2,))

@@ -361,7 +361,7 @@ def test_state_and_parameters_are_views_of_few_buffers() -> None:
     assert len({each.untyped_storage().data_ptr() for each in ours.parameters}) == 2
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_the_state_of_the_root_is_taken_over() -> None:
     import hvdlite.torch as hvd
 

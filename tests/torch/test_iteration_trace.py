@@ -27,7 +27,7 @@ from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.short_calls import until
 from tests.torch.prepared_gradients import Gradients, Tensor, buckets, gradient_options, values
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_steady_steps_use_the_same_entries() -> None:

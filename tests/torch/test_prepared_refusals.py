@@ -14,7 +14,7 @@ from hvdlite.torch import mpi_ops
 from tests.ranks import run_ranks
 from tests.torch.prepared_gradients import Gradients, gradient_options, values
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_rank_joins_while_others_go_on() -> None:

@@ -18,7 +18,7 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_calls_that_come_again_make_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import hvdlite.torch as hvd
 from hvdlite.common.plain.result_memory import LEAST_BYTES, result_memory
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)

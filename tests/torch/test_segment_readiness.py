@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.torch.scaled import Watch, distributed, resnet, small, step
 from tests.torch.segment_models import SIZE, Branches, check
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_a_segment_of_gradients_of_two_types_is_two() -> None:

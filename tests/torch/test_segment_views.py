@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.torch.scaled import Watch, distributed, small
 from tests.torch.segment_models import SIZE, Branches
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def conv_net() -> nn.Sequential:

@@ -16,7 +16,7 @@ from tests.resnet50 import PARAMETERS
 from tests.torch.scaled import Watch, distributed, resnet, small, step
 from tests.torch.segment_models import SIZE, check
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hvdlite.common.plain.config import Config
 from tests.ranks import run_ranks
 from tests.torch.scaled import Watch, distributed, small, step
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 SIZE = 2
 
 

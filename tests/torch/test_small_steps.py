@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.short_calls import begin, interrupted_after, until
 from tests.torch.prepared_gradients import Gradients, Tensor, buckets, gradient_options, values
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def made_short(runtime: Any) -> int:

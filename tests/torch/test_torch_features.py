@@ -209,7 +209,7 @@ def test_data_loader_workers_are_no_ranks(method: str, tmp_path: Any) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, str(script), method],
-        env=environment, capture_output=True, text=True, timeout=100, check=False,
+        env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "trained on 1" in result.stdout

@@ -26,7 +26,7 @@ from tests.backends import DTYPES, values
 from tests.ranks import run_ranks, run_threads
 from tests.worlds import IN_PROCESS, TCP
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 HOSTS = [None, [[0, 1], [2, 3]], [[0, 2], [1], [3]]]
 QUIET = Config(stall_check_disable=True)

@@ -25,7 +25,7 @@ from tests.backends import DTYPES, compare, oracle, reductions_of, values
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 ADAPTER = NumpyAdapter()
 HOSTS = [None, [[0, 1], [2, 3]], [[0, 2], [1], [3]]]

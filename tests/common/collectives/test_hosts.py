@@ -37,7 +37,7 @@ from tests.backends import (
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 SUM = Reduction(ReduceOp.SUM)
 COLLECTIVES = ("reducescatter", "allgather", "broadcast", "alltoall")

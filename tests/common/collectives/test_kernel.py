@@ -27,7 +27,7 @@ from tests.backends import all_members, quiet, run_on_transports, wide_dtype
 from tests.compilers import Compiler
 from tests.wheel import cross_compiler
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 MACHINE = platform.machine()
 OWN = kernel.candidates(MACHINE, kernel.processor_features())  # what this machine can run

@@ -20,7 +20,7 @@ from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.collectives.native.compiler import find_compiler
 from tests.compilers import Compiler, small_recipe
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 WHOLE = 'echo whole > "$2"'
 ABOUT_THE_SOURCE = "answer.cc:2:14: fatal error: no/such.h: No such file or directory"

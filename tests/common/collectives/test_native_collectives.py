@@ -29,7 +29,7 @@ from tests import ranks
 from tests.backends import DTYPES, Program, all_members, quiet, run_on_transports
 from tests.common.collectives.test_native_shm import found
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 OPS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 IN_SLOTS = native.SLOTS * native.PIECE_BYTES  # bytes of one rank that are under way at most
 
@@ -229,7 +229,7 @@ def test_all_collectives_of_overlapping_groups_take_turns() -> None:
     on_ranks(3, program)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("size", "slot_bytes"), [(2, 1 << 62), (3, 1 << 62), (3, 0), (5, 0)])
 def test_every_sleep_ends_by_a_wake_up(
     size: int, slot_bytes: int, monkeypatch: pytest.MonkeyPatch

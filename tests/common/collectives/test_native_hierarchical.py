@@ -19,7 +19,7 @@ from hvdlite.common.transport.base import Transport
 from tests.backends import all_members, quiet, run_on_transports
 from tests.common.collectives.test_native_shm import FLOATS, found
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 Hosts = tuple[tuple[int, ...], ...]
 LAYOUTS: dict[str, Hosts] = {

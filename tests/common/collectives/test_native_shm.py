@@ -29,7 +29,7 @@ from tests.backends import all_members, quiet, run_on_transports
 
 SUM = Reduction(ReduceOp.SUM)
 FLOATS = ("float32", "float64", "float16", "bfloat16")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def found() -> Library:

@@ -22,7 +22,7 @@ from hvdlite.common.transport.base import Transport
 from tests.backends import all_members, quiet, run_on_transports
 from tests.common.collectives.test_native_shm import found
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 PERIOD = 256  # rounds from one trial of a member to its next one
 Fill = Callable[..., list[str]]
 

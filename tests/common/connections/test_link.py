@@ -20,7 +20,7 @@ from hvdlite.common.connections.link import READ_BYTES, Link, Pipes
 from hvdlite.common.connections.loop import Loop
 from tests.common.connections.ends import VirtualLoop, run_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 MOST = 1 << 16
 
 

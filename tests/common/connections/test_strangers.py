@@ -32,7 +32,7 @@ from tests.common.connections.ends import (
     tcp,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def listening_socket(kind: str, folder: Path) -> socket.socket:

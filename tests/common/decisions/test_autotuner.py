@@ -217,7 +217,7 @@ def test_the_coordinator_decides_by_the_new_settings_after_the_order() -> None:
     assert isinstance(item, Response) and item.bit == -1
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("hosts", [None, [[0], [1]], [[0, 1], [2, 3]]])
 def test_all_ranks_switch_between_the_same_two_segments(
     hosts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
@@ -270,7 +270,7 @@ def test_all_ranks_switch_between_the_same_two_segments(
     assert {1} < set(outcomes[0][1])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_job_is_tuned_while_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     config = Config(

@@ -17,7 +17,7 @@ from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 HOSTS: dict[str, list[list[int]]] = {
     "1+1": [[0], [1]],

@@ -17,7 +17,7 @@ from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 from tests.short_calls import begin, interrupted_after, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 MODULES = [engine, inbox, pending, short_calls, handles]
 
 

@@ -18,7 +18,7 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 SIZE = 4
 TWO_HOSTS = [[0], [1, 2, 3]]

@@ -193,13 +193,13 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch, transport: str = IN_PROCESS
     )
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_random_programs_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(TCP_SEEDS):
         play(seed, monkeypatch, TCP)
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("first", range(0, SEEDS, 10))
 def test_random_programs(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(first, first + 10):

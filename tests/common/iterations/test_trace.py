@@ -17,7 +17,7 @@ from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def run_of(*names: str) -> SegmentRun:

@@ -16,7 +16,7 @@ from hvdlite.common.membership.link import DriverLink
 from tests.elastic.fake_driver import SECRET, FakeDriver
 from tests.ranks import run_threads
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import (
 )
 from hvdlite.common.plain.handles import Handle
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_handle_that_is_renewed_while_it_ends_waits_for_its_next_end() -> None:

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 MIB = 1 << 20
 LIMIT = 64 * MIB
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def lent(memory: ResultMemory, nbytes: int) -> np.ndarray:

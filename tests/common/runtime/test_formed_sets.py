@@ -23,7 +23,7 @@ from hvdlite.common.runtime.process_sets import (
 )
 from tests.ranks import run_ranks, run_threads
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 HOSTS = [None, [[0, 1], [2, 3]], [[0], [1, 2, 3]]]
 QUIET = Config(stall_check_disable=True)

@@ -160,7 +160,7 @@ def test_a_network_that_drops_everything_is_named() -> None:
             run_in_networks(main, Config(peer_timeout_seconds=2.0))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("doing", "limit"),
     [
@@ -239,7 +239,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_nothing_is_left_of_1000_connects() -> None:
     topology = Topology(((0,), (1,)))
     rounds = 500  # Of two ranks.

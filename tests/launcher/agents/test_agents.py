@@ -28,7 +28,7 @@ from tests.parallel.jobs import environment
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
-    pytest.mark.timeout(90),
+    pytest.mark.timeout(180),
 ]
 HOSTS = ("-np", "3", "--no-check-hosts", "-H", "localhost:1,other:2")
 END_SECONDS = 5.0

@@ -44,7 +44,7 @@ class Environment:
         """What the environment's Python prints; it must end with `code`."""
         done = subprocess.run(
             [str(self.python), *words], env=clean(), cwd=self.site.parent, capture_output=True,
-            text=True, timeout=100, check=False,
+            text=True, timeout=200, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -149,7 +149,7 @@ def test_type_checkers_know_the_names(env: Environment) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mypy", f"--config-file={config}", f"--cache-dir={env.site}/cache",
          f"--python-executable={env.python}", "--follow-imports=silent", str(script)],
-        env={**clean(), **stubs}, capture_output=True, text=True, timeout=110, check=False,
+        env={**clean(), **stubs}, capture_output=True, text=True, timeout=220, check=False,
     )  # fmt: skip
     assert 'Revealed type is "int"' in done.stdout.replace("builtins.", ""), done.stdout
     assert done.stdout.count("error") == 2 and '"nonsense"' in done.stdout, done.stdout

@@ -13,7 +13,7 @@ from hvdlite.launcher.elastic import discovery_script
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
 from hvdlite.launcher.processes.event_loop import EventLoop
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Asked:

@@ -13,7 +13,7 @@ import pytest
 from tests.launcher.elastic.jobs import Watch, elastic, kill
 from tests.launcher.jobs import MARK, launch, processes, start
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -14,7 +14,7 @@ from tests.launcher.elastic.jobs import elastic, kill
 from tests.launcher.elastic_scenarios.sites import Site
 from tests.launcher.jobs import launch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 FOR_EVER = ("--blacklist-cooldown-range", "3600", "3600")  # a failed host stays away
 
 

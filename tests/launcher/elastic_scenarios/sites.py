@@ -136,7 +136,7 @@ class Site:
         script: str,
         *flags: str,
         faults: Sequence[Fault] = (),
-        timeout: float = 60,
+        timeout: float = 120,
         **variables: Any,
     ) -> Outcome:
         """Run a script of this folder to its end."""

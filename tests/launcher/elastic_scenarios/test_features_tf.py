@@ -9,7 +9,7 @@ from tests.launcher.elastic_scenarios.features_tf import STEPS, train_alone
 from tests.launcher.elastic_scenarios.jobs import check_order
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 FLOAT16 = 2.0**-10  # Gradients are rounded to it on their way.
 
@@ -17,7 +17,7 @@ FLOAT16 = 2.0**-10  # Gradients are rounded to it on their way.
 def test_traced_function_with_batch_norm_compression_and_join(site: Site) -> None:
     """It was traced on two ranks, runs on one that is left, and then with a newcomer."""
     fault = {"worker": 1, "place": "before step", "step": 3}
-    outcome = site.run("train_features_tf", *site.flags(2), faults=[fault], HOLD="6 2", timeout=100)
+    outcome = site.run("train_features_tf", *site.flags(2), faults=[fault], HOLD="6 2", timeout=200)
     assert outcome.code == 0, outcome.out + outcome.err
     assert list(outcome.worlds().values()) == [[0, 1], [0], [0, 2]]
     check_order(outcome)

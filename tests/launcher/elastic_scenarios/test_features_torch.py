@@ -11,7 +11,7 @@ from tests.launcher.elastic_scenarios.features import EPOCHS, SAMPLES, train_alo
 from tests.launcher.elastic_scenarios.jobs import Outcome, check_order
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 SIZE, COMMIT_EVERY = 3, 3
 FLOAT16 = 2.0**-10  # Gradients are rounded to it on their way.

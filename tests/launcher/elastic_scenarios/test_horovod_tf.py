@@ -13,7 +13,7 @@ from tests.launcher.elastic_scenarios.sites import Site
 
 RESETS = 3
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.soak]  # TensorFlow starts four times.
+pytestmark = [pytest.mark.timeout(360), pytest.mark.soak]  # TensorFlow starts four times.
 
 
 def test_the_loop_of_horovods_documentation(site: Site) -> None:

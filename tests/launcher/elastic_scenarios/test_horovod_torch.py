@@ -13,7 +13,7 @@ from tests.launcher.elastic_scenarios.sites import Site
 
 RESETS = 3
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_the_loop_of_horovods_documentation(site: Site) -> None:

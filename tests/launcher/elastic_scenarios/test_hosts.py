@@ -13,7 +13,7 @@ import pytest
 from tests.launcher.elastic.jobs import Place, Watch
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 NOTICED_SECONDS = 10.0  # Alone it takes one, but two cores are shared with other tests.
 

@@ -15,7 +15,7 @@ from tests.launcher.elastic_scenarios.jobs import (
 )
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 STEPS = 12
 # On two cores that other tests use as well.

@@ -9,7 +9,7 @@ import pytest
 from tests.launcher.elastic_scenarios.jobs import check_weights
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_nothing_that_was_written_is_overwritten(site: Site) -> None:

@@ -11,7 +11,7 @@ from tests.launcher.elastic_scenarios.jobs import Fault, check_order
 from tests.launcher.elastic_scenarios.regression import SAMPLES, train_alone
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 EPOCHS = 3
 SIZE = 3

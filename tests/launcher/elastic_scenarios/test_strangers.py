@@ -14,7 +14,7 @@ import pytest
 
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 LISTENS_TCP, LISTENS_UNIX = "0A", "00010000"
 STRANGER = (sys.executable, "-m", "tests.launcher.elastic_scenarios.stranger")

@@ -17,7 +17,7 @@ from tests.launcher.elastic_scenarios.jobs import (
 )
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 RECOVERY_SECONDS = 4.0  # Alone it takes tenths of one; the driver would help itself after 5.
 STEPS = 12
