@@ -31,12 +31,14 @@ started = [
 ]
 sys.exit(max(each.wait() for each in started))
 """
-# Starts the agent once for each node, but none on a node called "broken".
+# Starts the agent once for each node, but none on a node called "broken". Its tasks end before it
+# does, as those of srun.
 SRUN_PROGRAM = """#!{python}
-import os, subprocess, sys
+import os, signal, subprocess, sys
 nodes = [word.partition("=")[2] for word in sys.argv if word.startswith("--nodelist=")][0]
 agent = [word for word in sys.argv[1:] if not word.startswith("--")]
 started = []
+signal.signal(signal.SIGTERM, lambda *_: [each.terminate() for each in started])
 for task, node in enumerate(nodes.split(",")):
     if node == "broken":
         text = "slurmstepd: error: execve(): python: No such file or directory\\n"

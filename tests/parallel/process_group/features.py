@@ -88,4 +88,5 @@ def run(chosen: list[str], timeout: timedelta) -> None:
             line = found.replace("\n", "\\n") or "ok"
             if "TIMES" in os.environ:
                 print(f"{seconds:6.2f} s  {name}", flush=True)
-            print(f"FEATURE {hvd.size()} {name} {line}", flush=True)
+            # In one write, whatever others write to the same pipe.
+            print(f"FEATURE {hvd.size()} {name} {line}\n", end="", flush=True)
