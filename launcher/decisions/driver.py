@@ -20,8 +20,6 @@ from hvdlite.launcher.decisions.succession import Succession
 from hvdlite.launcher.decisions.worlds import NoStateError
 
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
-# What all workers say at about the same time.
-TOGETHER = frozenset({"hello", "checks", "bye"})
 NO_STATE = "nobody holds the last commit (number {0}) any more, so the job cannot go on"
 
 
@@ -133,8 +131,10 @@ class Driver:
         worker = self._roster.get(number)
         if worker is None or not worker.living or self._finished:
             return
+        together = False  # Whether all workers say it at about the same time.
         match message:
             case ["hello", int()]:
+                together = True
                 self._succession.hello(worker, now)
             case ["ready", int(epoch), int(commit)]:
                 self._succession.ready(worker, epoch, commit, now)
@@ -142,12 +142,13 @@ class Driver:
                 self._succession.gather(worker, epoch, round_, body)
                 return  # Nothing else follows from it.
             case ["checks", int(counter), int(passed)]:
+                together = True
                 self._succession.checks(worker, counter, passed)
             case ["late", int(epoch), [*late]]:
                 self._losses.give_up_late(epoch, late, now)
             case ["bye"]:
-                worker.said_bye = True
-        if message[0] in TOGETHER:
+                together = worker.said_bye = True
+        if together:
             self._advance_later(now)
         elif not self._requirements.others_are_late():
             self._advance(now)

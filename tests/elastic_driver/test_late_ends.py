@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.elastic_driver.running import finished, running
@@ -111,6 +113,14 @@ def test_a_rank_that_others_wait_for_too_long_is_given_up_alone() -> None:
     assert "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS" in job.processes[1].last("end")[2]
     job.kill(1)
     assert job.processes[3].start.slot == 1
+
+
+@pytest.mark.parametrize("frame", [[], [[]], [None], ["hello"], ["late", 1, None], ["bye", 1]])
+def test_a_frame_that_no_worker_sends_changes_nothing(frame: list[Any]) -> None:
+    job = running({"a": 2}, num_proc=2)
+    job.event("worker_said", 1, frame)
+    assert job.members == [0, 1]
+    assert job.finish is None
 
 
 def test_the_job_waits_for_the_end_of_a_worker_that_never_was_a_rank() -> None:
