@@ -43,11 +43,15 @@ def is_own(filename: str) -> bool:
     return filename.startswith(OWN_FOLDER + os.sep)
 
 
+def _is_of_python(filename: str) -> bool:
+    installed = any(folder in filename for folder in LIBRARIES)
+    return filename.startswith((STANDARD_LIBRARY + os.sep, FROZEN)) and not installed
+
+
 def is_of_user(filename: str) -> bool:
     """Return whether a file belongs neither to hvdlite nor to a library, be it Python's own."""
-    of_python = filename.startswith((STANDARD_LIBRARY + os.sep, FROZEN))
     installed = any(folder in filename for folder in LIBRARIES)
-    return not (is_own(filename) or of_python or installed)
+    return not (is_own(filename) or _is_of_python(filename) or installed)
 
 
 def call_of_user(frames: Sequence[FrameType]) -> str:
@@ -56,6 +60,20 @@ def call_of_user(frames: Sequence[FrameType]) -> str:
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()
     return f"{file}, line {line}, in {frame.f_code.co_name}" + (f": {text}" if text else "")
+
+
+def stack_of_user(frame: FrameType) -> str:
+    """Return the stack of a thread down to the call of hvdlite in which it waits, if in any."""
+    frames = [frame]
+    while (outer := frames[-1].f_back) is not None:
+        frames.append(outer)
+    files = [each.f_code.co_filename for each in frames]  # The innermost first.
+    waits = next(
+        (n for n, each in enumerate(files) if not (is_own(each) or _is_of_python(each))), len(files)
+    )
+    own = [number for number, file in enumerate(files[:waits]) if is_own(file)]
+    shown = frames[own[-1] + 1] if own and own[-1] + 1 < len(frames) else frame
+    return "".join(traceback.format_stack(shown))
 
 
 def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:

@@ -12,6 +12,7 @@ from hvdlite.common.plain.messages import WaitQuery, WaitReply
 
 MOST_NAMES = 6  # Names in one line of a report; the rest is counted.
 SECONDS_BETWEEN_REPORTS = 1.0  # The least time between two reports.
+SECONDS_BETWEEN_SAME_REPORTS = 600.0  # Until here, each report of the same doubles the time.
 NEVER = float("inf")
 
 
@@ -39,20 +40,23 @@ class StallReport(NamedTuple):
 
 
 class StallInspector:
-    """Warns once per warning time, at most once a second; a time of 0 means never."""
+    """Warns once per warning time, at most once a second; a time of 0 means never.
+
+    While the same tensors miss the same ranks, each warning comes after twice the time of the last.
+    """
 
     def __init__(self, warning_seconds: float, shutdown_seconds: float) -> None:
         self.warning_seconds = warning_seconds or NEVER
         self.shutdown_seconds = shutdown_seconds or NEVER
-        self._interval = max(self.warning_seconds, SECONDS_BETWEEN_REPORTS)
-        # When `inspect` returned a report last; None before the first one.
-        self._last_report: float | None = None
+        self._shortest = max(self.warning_seconds, SECONDS_BETWEEN_REPORTS)
+        self._not_before = -NEVER  # When `inspect` looks at the tensors again.
+        # What the last report told, and when it is told again.
+        self._told: list[tuple[str, tuple[int, ...]]] = []
+        self._interval, self._again = self._shortest, -NEVER
 
     def next_check(self, oldest: float) -> float:
         """Return when to call `inspect` next, if `oldest` is since when the oldest tensor waits."""
-        due = oldest + self.warning_seconds
-        if self._last_report is not None:
-            due = max(due, self._last_report + self._interval)
+        due = max(oldest + self.warning_seconds, self._not_before)
         return min(due, oldest + self.shutdown_seconds)
 
     def inspect(self, waiting: Iterable[Waiting], now: float) -> StallReport | None:
@@ -61,10 +65,18 @@ class StallInspector:
         if not late:
             return None
         shutdown = any(now >= item.since + self.shutdown_seconds for item in late)
-        recent = self._last_report is not None and now < self._last_report + self._interval
-        if recent and not shutdown:
+        if now < self._not_before and not shutdown:
             return None
-        self._last_report = now
+        self._not_before = now + self._shortest
+        told = [(item.name, item.missing) for item in late]
+        if told != self._told:
+            self._told, self._interval = told, self._shortest
+        elif now < self._again and not shutdown:
+            return None
+        else:
+            longest = max(self._shortest, SECONDS_BETWEEN_SAME_REPORTS)
+            self._interval = min(2 * self._interval, longest)
+        self._again = now + self._interval
         missing = tuple(sorted({rank for item in late for rank in item.missing}))
         return StallReport(self._text(late, missing, now, shutdown), missing, shutdown)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
+from hvdlite.common.base.report_failure import stack_of_user
 from hvdlite.common.collectives.between_hosts.carried import add_up
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
@@ -89,6 +89,7 @@ class ControlPlane:
         self._deadlocks = DeadlockDetector()
         # The number of the question of rank 0 for which tensors this rank waits; 0 once `answer`ed.
         self.asked = 0
+        self._stacks: dict[int, str] = {}  # What rank 0 has shown of each rank's main thread.
         self._watches_stalls = not config.stall_check_disable and (
             config.stall_warning_seconds > 0 or config.stall_shutdown_seconds > 0
         )
@@ -266,7 +267,10 @@ class ControlPlane:
 
     def _on_stack_reply(self, message: StackReply) -> None:
         if self._tree.is_root:
-            log.warning("main thread of rank %d:\n%s", message.rank, message.stack.rstrip())
+            stack = message.stack.rstrip()
+            shown = " where it was" if stack == self._stacks.get(message.rank) else f"\n{stack}"
+            self._stacks[message.rank] = stack
+            log.warning("main thread of rank %d:%s", message.rank, shown)
         else:
             self._send_up(message)
 
@@ -460,7 +464,7 @@ def _end_text(rank: int) -> str:
 
 
 def main_thread_stack() -> str:
-    """Return the Python stack of the main thread of this process."""
+    """Return the Python stack of the main thread of this process, down to its call of hvdlite."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = "".join(traceback.format_stack(frame)) if frame else "(no main thread)\n"
+    stack = stack_of_user(frame) if frame else "(no main thread)\n"
     return stack.encode(errors="backslashreplace").decode()  # paths need not be UTF-8

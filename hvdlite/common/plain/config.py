@@ -152,8 +152,8 @@ class CollectiveSettings:
     )  # fmt: skip
     stall_warning_seconds: float = setting(
         60.0, "STALL_CHECK_TIME_SECONDS", number(float, 0, "seconds"),
-        "Warn when a tensor has waited this long for some ranks, at most once a second; "
-        "0 is never.",
+        "Warn when a tensor has waited this long for some ranks, at most once a second, and ever "
+        "more rarely of the same; 0 is never.",
         flag="--stall-check-warning-time-seconds", yaml="stall_check.warning_time_seconds",
     )  # fmt: skip
     stall_shutdown_seconds: float = setting(

@@ -20,6 +20,7 @@ from hvdlite.common.base.report_failure import (
     OWN_FOLDER,
     is_of_user,
     leave_out_own_frames,
+    stack_of_user,
     without_own_frames,
 )
 from hvdlite.common.runtime.current import this_process
@@ -109,6 +110,32 @@ def test_a_context_manager_between_two_frames_is_not_the_script_s(
     ]  # fmt: skip
     leave_out_own_frames(error)
     assert files(error) == [HERE]
+
+
+WAITING_CODE = """
+import sys
+from contextlib import nullcontext
+from hvdlite.common.base.report_failure import stack_of_user
+
+def allreduce():
+    return wait()
+
+def wait():
+    with nullcontext():
+        return stack_of_user(sys._getframe())
+"""
+
+
+def test_the_stack_of_a_thread_that_waits_ends_with_its_call() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(WAITING_CODE, f"{OWN_FOLDER}/waiting.py", "exec"), names)
+
+    def train() -> str:
+        return str(names["allreduce"]())
+
+    waits, works = train(), stack_of_user(sys._getframe())
+    assert waits.endswith('return str(names["allreduce"]())\n') and "waiting.py" not in waits
+    assert works.endswith("stack_of_user(sys._getframe())\n")
 
 
 @pytest.mark.parametrize(

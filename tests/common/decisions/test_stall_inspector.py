@@ -19,6 +19,17 @@ def test_a_stall_is_reported_once_per_warning_time() -> None:
     assert inspector.inspect([], 1000.0) is None
 
 
+def test_reports_of_the_same_become_rarer_and_news_are_told_at_once() -> None:
+    inspector = StallInspector(60, 0)
+    same = [Waiting("t", (1,), 0.0)]
+    reported = [now for now in range(3600) if inspector.inspect(same, now)]
+    assert reported == [60, 120, 240, 480, 960, 1560, 2160, 2760, 3360]
+    assert inspector.next_check(0.0) == 3600
+    news = [*same, Waiting("u", (2,), 3600.0)]
+    reported = [now for now in range(3600, 4500) if inspector.inspect(news, now)]
+    assert reported == [3660, 3720, 3840, 4080]
+
+
 def test_a_stall_ends_the_job_after_the_shutdown_time() -> None:
     inspector = StallInspector(60, 90)
     waiting = [Waiting("t", (1,), 0.0)]

@@ -584,7 +584,7 @@ def test_a_stack_that_is_not_utf8_is_reported_and_the_job_goes_on(
                 seen.set()
 
     stack = f'  File "/home/{NOT_UTF8}/train.py", line 1'
-    monkeypatch.setattr(control_plane.traceback, "format_stack", lambda frame: [stack])
+    monkeypatch.setattr(control_plane, "stack_of_user", lambda frame: stack)
     log.addHandler(watch := Watch())
 
     def main(rank: int) -> None:
@@ -751,7 +751,7 @@ def test_a_rank_that_has_joined_is_refused_in_another_thread() -> None:
 def test_a_short_stall_time_gives_one_report_a_second() -> None:
     inspector, now, reports = StallInspector(0.001, 0), 0.0, 0
     while (now := max(now, inspector.next_check(0.0))) < 10:
-        reports += inspector.inspect([Waiting("t", (1,), 0.0)], now) is not None
+        reports += inspector.inspect([Waiting(f"t{now}", (1,), 0.0)], now) is not None
     assert 9 <= reports <= 11
 
 
