@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER
-from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.channel import Caller, Listener
 from hvdlite.ps.connections.messages import Message
-from tests.ps.peers import Peer
+from tests.ps.peers import LIMIT_SECONDS, Peer
 
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
@@ -29,6 +32,38 @@ def test_a_listener_is_reached_by_both_versions_of_the_protocol(host: str) -> No
     peer.close()
     listener.close()
     assert received[1].request == 5
+
+
+def test_a_slow_name_server_holds_up_no_other_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, resolve = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *words: Any, **more: Any) -> Any:
+        if host == "slow.example":
+            assert answers.wait(LIMIT_SECONDS)
+            host = "127.0.0.1"
+        return resolve(host, *words, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    listener = Listener(Address("127.0.0.1"), SERVER)
+    thread = threading.Thread(target=serve, args=(listener, ended := threading.Event()))
+    thread.start()
+    peer = Peer(listener.address, SERVER, token=b"")
+    port = listener.address.rpartition(":")[2]
+    named = Caller(peer.loop, f"slow.example:{port}", SERVER, b"worker of a name")
+    peer.wait(lambda: peer.caller.takes)
+    assert not named.takes
+    answers.set()
+    peer.wait(lambda: named.takes)
+    named.close()
+    peer.close()
+    ended.set()
+    thread.join(LIMIT_SECONDS)
+    listener.close()
+
+
+def serve(listener: Listener, ended: threading.Event) -> None:
+    while not ended.is_set():
+        listener.receive(0.05)
 
 
 def test_without_a_token_nobody_listens_where_other_hosts_come() -> None:

@@ -12,9 +12,35 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.loop import Loop
+from hvdlite.ps.connections import encryption as rules
 from hvdlite.ps.connections.encryption import Encryption, certificate
 
 LIMIT_SECONDS = 20.0
+
+
+def test_one_reading_ends_though_more_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for the thread that reads; what is left makes another event."""
+    monkeypatch.setattr(rules, "MOST_BYTES", 1000)
+    ends, loop, done = socket.socketpair(), Loop(), list[rules.Encrypted]()
+    encryption, sent = Encryption(b"a token"), bytes(range(250)) * 240
+    for own, listens in zip(ends, (True, False), strict=True):
+        own.setblocking(False)
+        encryption.begin(loop, own, listens=listens, done=done.append)  # type: ignore[arg-type]
+    while len(done) < 2:
+        loop.run_once(LIMIT_SECONDS)
+    done[0].settimeout(LIMIT_SECONDS)
+    done[0].sendall(sent)
+    came, counts = bytearray(len(sent)), []
+    rest = memoryview(came)
+    while rest:
+        with contextlib.suppress(BlockingIOError):
+            counts.append(done[1].recvmsg_into([rest[:7], rest[7:]])[0])
+            assert not done[1].pending()
+            rest = rest[counts[-1] :]
+    assert came == sent and len(counts) > 2 and max(counts) <= 1000 + (1 << 14)
+    for each in done:
+        each.close()
+    loop.close()
 
 
 def meet(listens: Encryption, connects: Encryption) -> tuple[list[socket.socket], list[str], bytes]:

@@ -26,7 +26,7 @@ from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.memory_exchange import MAGIC, swap
 from hvdlite.ps.connections.messages import Message
-from hvdlite.ps.connections.shared_memory import SHARED_BYTES, SharedMemory, Window
+from hvdlite.ps.connections.shared_memory import SHARED_BYTES, Descriptor, SharedMemory, Window
 from hvdlite.ps.connections.shared_payloads import NOTE, Sharing
 from hvdlite.ps.tables import gradient_sums
 from hvdlite.ps.tables.gradient_sums import add_up
@@ -49,10 +49,14 @@ def payload(array: Any) -> memoryview:
     return view
 
 
+def window_of(memory: SharedMemory) -> Window:
+    return Window(Descriptor(os.dup(memory.descriptor)), Descriptor(os.open("/dev/null", 0)))
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[SharedMemory, Sharing, Sharing]]:
     one, other = SharedMemory(), SharedMemory()
-    windows = [Window(os.dup(memory.descriptor)) for memory in (one, other)]
+    windows = [window_of(memory) for memory in (one, other)]
     here, there = Sharing(one, windows[1]), Sharing(other, windows[0])
     yield one, here, there
     here.close(), there.close(), one.close(), other.close()
@@ -126,10 +130,9 @@ def test_what_a_peer_has_said_before_it_went_is_dropped(
 
 
 def test_memory_that_could_shrink_is_refused() -> None:
-    descriptor = os.memfd_create("other")
+    descriptors = Descriptor(os.memfd_create("other")), Descriptor(os.open("/dev/null", 0))
     with pytest.raises(ProtocolError, match="could shrink"):
-        Window(descriptor)
-    os.close(descriptor)
+        Window(*descriptors)
 
 
 class Echo:
@@ -261,8 +264,7 @@ def test_a_killed_process_gives_back_what_was_lent_to_it(echo: Echo) -> None:
     assert sharing is not None and sharing.lent == 1
     process.kill()
     process.join(10)
-    wait_until(lambda: not echo.listener._peers)
-    assert sharing.lent == 0
+    wait_until(lambda: not echo.listener._peers and sharing.lent == 0)
     gc.collect()
     before = memory.nbytes
     assert filled(memory, 0)[0] == 0 and memory.nbytes == before
@@ -298,8 +300,10 @@ def test_memory_that_is_not_sealed_is_not_mapped(sealed: bool) -> None:
     swap(loop, here, memory, came.append, failed.append)
     other = SharedMemory() if sealed else None
     descriptor = os.memfd_create("other") if other is None else os.dup(other.descriptor)
-    socket.send_fds(there, [MAGIC], [descriptor])
-    os.close(descriptor)
+    ends = os.pipe()
+    socket.send_fds(there, [MAGIC], [descriptor, ends[1]])
+    for number in (descriptor, *ends):
+        os.close(number)
     while not came and not failed:
         loop.run_once(20)
     assert (len(came), len(failed)) == ((1, 0) if sealed else (0, 1))
@@ -307,6 +311,37 @@ def test_memory_that_is_not_sealed_is_not_mapped(sealed: bool) -> None:
     for each in (*came, here, there, memory, *([other] if other else [])):
         each.close()
     loop.close()
+
+
+def test_what_was_lent_stays_as_long_as_a_living_peer_looks_at_it(echo: Echo) -> None:
+    """Though the connection has ended over which it was lent."""
+    asker, memory = Asker(echo.listener.address), echo.listener.memory
+    assert memory is not None
+    answer, near = asker.ask(5.0)
+    assert near
+    ((_, sharing),) = echo.listener._peers.values()
+    assert sharing is not None
+    asker.client.call(lambda: break_off(asker.connection.caller))
+    assert asker.ask(6.0)[0][0] == 12  # By another connection: the first one has ended.
+    kept = [filled(memory, 7) for _ in range(4)]
+    assert (answer == 10).all() and sharing.lent == 1 and len(kept) == 4
+    del answer
+    wait_until(lambda: sharing.lent == 0)
+    asker.client.close()
+
+
+def test_where_memory_cannot_be_handed_over_all_bytes_are_sent(echo: Echo) -> None:
+    memory = echo.listener.memory
+    assert memory is not None
+    open_memory = os.memfd_create("not sealed")
+    os.dup2(open_memory, memory.descriptor)
+    os.close(open_memory)
+    asker = Asker(echo.listener.address)
+    answer, near = asker.ask(5.0)
+    assert (answer == 10).all() and not near
+    assert asker.connection.caller.address == echo.listener.address.partition(" ")[0]
+    assert "could shrink" in asker.connection.caller.trouble
+    asker.client.close()
 
 
 def test_nothing_lies_in_the_file_system(echo: Echo) -> None:

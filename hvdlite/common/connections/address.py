@@ -6,11 +6,13 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.connections.loop import Loop
 
 UNIX = "unix:"
 BACKLOG = 4096  # All ranks of a job may connect at once. The kernel limits it further.
@@ -76,6 +78,28 @@ def targets(address: Address) -> list[Target]:
         return [Target(socket.AF_UNIX, address.path)]
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     return [Target(family, name) for family, _, _, _, name in found]
+
+
+def look_up(loop: Loop, address: Address, done: Callable[[list[Target] | OSError], None]) -> None:
+    """Call `done` in the loop with the `targets` of `address`, or with why its name has none.
+
+    A slow name server holds up a thread of its own, and not the loop.
+    """
+
+    def run() -> None:
+        found: list[Target] | OSError
+        try:
+            found = targets(address)
+        except OSError as error:
+            found = error
+        loop.post(lambda: done(found))
+
+    try:
+        ipaddress.ip_address(address.host)
+    except ValueError:
+        threading.Thread(target=run, name="hvdlite look-up", daemon=True).start()
+    else:
+        run()
 
 
 def connect(address: Address, seconds: float) -> socket.socket:

@@ -28,8 +28,8 @@ from hvdlite.common.connections.address import (
     Target,
     listen,
     listen_everywhere,
+    look_up,
     parse_address,
-    targets,
 )
 from hvdlite.common.connections.dial import Dial, Failure, Limits, Refused
 from hvdlite.common.connections.frames import no_memory
@@ -257,17 +257,19 @@ class Listener:
 class Caller:
     """The connecting end, with the name `name`, in a thread that runs `loop`.
 
-    `address` is ``host:port`` or, where it begins with ``@``, the name of a Unix socket, whose
-    other end shares its memory for `memory`. Its functions are called in the thread: `received`
-    with each message, `connected` after each proof of the other end, which then is of that `role`,
-    and `refused` where it has another token or is another version of hvdlite.
+    `address` is ``host:port``, or ``@`` and the name of a Unix socket whose other end shares its
+    memory for `memory`; where memory does not come, `far` is the address from then on. Its
+    functions are called in the thread: `received` with each message, `connected` after each proof
+    of the other end, which then is of that `role`, and `refused` where it has another token or is
+    another version of hvdlite.
     """
 
     def __init__(
         self, loop: Loop, address: str, role: str, name: bytes, token: bytes = b"",
         *, encryption: Encryption | None = None, memory: SharedMemory | None = None,
+        far: str = "",
     ) -> None:  # fmt: skip
-        self.address = address
+        self.address, self._far = address, far
         self.sharing: Sharing | None = None  # With the process at the address.
         self.trouble = ""  # Why the last dial has failed.
         self.received: Callable[[Message], None] = _ignore
@@ -289,33 +291,34 @@ class Caller:
         if self._closed:
             return
         if self.address.startswith("@"):
-            found = [Target(socket.AF_UNIX, b"\0" + self.address[1:].encode())]
+            self._try([Target(socket.AF_UNIX, b"\0" + self.address[1:].encode())])
         else:
             address = parse_address(self.address, "the address of a process")
-            try:
-                found = targets(address)
-            except OSError as error:  # The name of a host may come late.
-                unknown = Target(socket.AF_UNSPEC, (address.host, address.port))
-                self._fail([Failure(unknown, error)])
-                return
-        self._attempt = Dial(
-            self._loop, found, self._party, self._name, self._begin, self._fail, LIMITS
-        )
+            look_up(self._loop, address, self._try)
+
+    def _try(self, found: list[Target] | OSError) -> None:
+        if isinstance(found, OSError):  # The name of a host may come late.
+            self._fail([Failure(Target(socket.AF_UNSPEC, self.address.rsplit(":", 1)), found)])
+        elif not self._closed:
+            self._attempt = Dial(
+                self._loop, found, self._party, self._name, self._begin, self._fail, LIMITS
+            )
 
     def _fail(self, failures: Sequence[Failure]) -> None:
         self._attempt = None
         self.trouble = "; ".join(map(str, failures))
-        self._again_after(self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._dial_again()
         for error in (failure.error for failure in failures):
             if isinstance(error, HorovodVersionMismatchError):
                 self.refused(error)
             elif isinstance(error, Refused) and error.code == prove.OTHER_SECRET:
                 self.refused(ConfigError(OTHER_TOKEN))
 
-    def _again_after(self, seconds: float) -> None:
+    def _dial_again(self) -> None:
+        """Dial after a pause, which grows."""
         if not self._closed:
-            self._loop.call_after(seconds, self._dial)
+            self._loop.call_after(self._pause, self._dial)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
     def _begin(self, connection: socket.socket, _target: Target) -> None:
         self._attempt, self._began = None, self._loop.now()
@@ -328,7 +331,16 @@ class Caller:
             self._share(sharing)
             self._encrypt(connection)
 
-        self._give_up = swap(self._loop, connection, self._memory, share, self._lose)
+        self._give_up = swap(self._loop, connection, self._memory, share, self._go_far)
+
+    def _go_far(self, why: str) -> None:
+        """Let messages go with all their bytes from now on: the memory of the other end is out.
+
+        It would hardly come next time, as where one of both ends has no descriptor left.
+        """
+        log.info("memory is not shared with the process at %s: %s", self._far, why)
+        self.address, self._memory = self._far, None
+        self._lose(why)
 
     def _encrypt(self, connection: socket.socket) -> None:
         if self._encryption is None:
@@ -353,8 +365,7 @@ class Caller:
         self.trouble = reason or "it has closed the connection"
         if self._loop.now() - self._began > LONGEST_PAUSE_SECONDS:
             self._pause = FIRST_PAUSE_SECONDS
-        self._again_after(self._pause)  # The other end may refuse each time what is sent again.
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._dial_again()  # The other end may refuse each time what is sent again.
 
     def _receive(self, message: Message, arrays: Arrays) -> None:
         self.received(_whole(message, arrays, self.sharing))

@@ -81,7 +81,7 @@ class Client:
         near = bool(name) and self.memory is not None and is_here(name)
         caller = Caller(
             self._loop, f"@{name}" if near else address, role, self._identity, self._token,
-            encryption=self._encryption, memory=self.memory if near else None,
+            encryption=self._encryption, memory=self.memory if near else None, far=address,
         )  # fmt: skip
         connection = Connection(caller)
         self._connections = (*self._connections, connection)

@@ -22,8 +22,10 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.frames import Buffer
 from hvdlite.common.connections.loop import READ, WRITE, Loop
 from hvdlite.common.connections.prove import proof
+from hvdlite.common.connections.strangers import Stranger
 
 HANDSHAKE_SECONDS = 60.0  # The other end may be busy.
+MOST_BYTES = 1 << 20  # Of one reading: others wait for the same thread.
 PURPOSE = b"hvdlite parameter server TLS key"
 
 
@@ -82,18 +84,12 @@ class Encryption:
             connection.close()
             failed(str(error))
             return lambda: None
-        pending = True
+        stranger = Stranger(loop, encrypted, lambda error: failed(str(error)))
 
         def end(why: str) -> None:
-            nonlocal pending
-            if pending:
-                pending = False
-                loop.forget(encrypted.fileno())
-                encrypted.close()
-                failed(why)
+            stranger.fail(ConnectionError(why))
 
         def step(_events: int = 0) -> None:
-            nonlocal pending
             try:
                 encrypted.do_handshake()
             except ssl.SSLWantReadError:
@@ -103,8 +99,7 @@ class Encryption:
             except OSError as error:
                 end(f"it could not be encrypted: {error}")
             else:
-                pending = False
-                loop.forget(encrypted.fileno())
+                stranger.release()
                 done(encrypted)
 
         loop.call_after(HANDSHAKE_SECONDS, lambda: end("it did not begin to encrypt"))
@@ -143,12 +138,18 @@ class Encrypted(ssl.SSLSocket):
     def recvmsg_into(  # type: ignore[override]
         self, buffers: list[memoryview]
     ) -> tuple[int]:
-        """Fill `buffers` in order; return how many bytes came, none at the end."""
+        """Fill `buffers` in order, at most `MOST_BYTES` and the record that was begun.
+
+        Return how many bytes came, none at the end.
+        """
         total = 0
         try:
             for buffer in buffers:
                 while buffer:
-                    count = self.recv_into(buffer)
+                    most = len(buffer) if total < MOST_BYTES else self.pending()
+                    if not most:
+                        return (total,)
+                    count = self.recv_into(buffer[:most])
                     if not count:
                         return (total,)
                     buffer, total = buffer[count:], total + count  # noqa: PLW2901

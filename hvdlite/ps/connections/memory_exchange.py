@@ -1,7 +1,9 @@
 """How the two ends of a Unix socket hand each other their memory, when both have proved themselves.
 
-Each end sends a few bytes with the descriptor of its memory, and takes those of the other end;
-what follows are messages. Both ends are on the same host, and processes of the same user.
+Each end sends a few bytes with two descriptors, and takes those of the other end; what follows are
+messages. One is that of its memory. The other is the end of a pipe, which the other end keeps as
+long as it looks at that memory: when it is closed there, by whatever end of that process, what was
+lent is free again. Both ends are on the same host, and processes of the same user.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from collections.abc import Callable
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.connections.loop import READ, Loop
-from hvdlite.common.connections.strangers import check_credentials
-from hvdlite.ps.connections.shared_memory import SharedMemory, Window
+from hvdlite.common.connections.strangers import Stranger, check_credentials
+from hvdlite.ps.connections.shared_memory import Descriptor, SharedMemory, Window
 from hvdlite.ps.connections.shared_payloads import Sharing
 
-MAGIC = b"hvdlips2"
+MAGIC = b"hvdlips3"
 SWAP_SECONDS = 60.0  # The other end may be busy.
 
 
@@ -46,49 +48,50 @@ def swap(
 
     What is returned gives it up.
     """
-    pending = True
-
-    def end(why: str) -> None:
-        nonlocal pending
-        if pending:
-            pending = False
-            loop.forget(connection.fileno())
-            connection.close()
-            failed(why)
+    stranger = Stranger(
+        loop, connection, lambda error: failed(f"its memory does not come: {error}")
+    )
 
     def take(_events: int) -> None:
-        nonlocal pending
         try:
             window = _receive(connection)
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as error:
-            end(f"its memory does not come: {error}")
+            stranger.fail(error)
             return
-        pending = False
-        loop.forget(connection.fileno())
-        done(Sharing(memory, window))
+        stranger.release()
+        done(_shared(loop, memory, window, loan))
 
     try:
         check_credentials(connection)
-        socket.send_fds(connection, [MAGIC], [memory.descriptor])
+        loan, held = map(Descriptor, os.pipe())
+        socket.send_fds(connection, [MAGIC], [memory.descriptor, held.number])
     except (OSError, ProtocolError) as error:
-        end(str(error))
+        stranger.fail(error)
     else:
         loop.watch(connection.fileno(), READ, take)
-        loop.call_after(SWAP_SECONDS, lambda: end("its memory does not come"))
-    return lambda: end("it was given up")
+        loop.call_after(SWAP_SECONDS, lambda: stranger.fail(TimeoutError("it is silent")))
+    return stranger.close
+
+
+def _shared(loop: Loop, memory: SharedMemory, window: Window, loan: Descriptor) -> Sharing:
+    """Return what both ends share; what was lent is let go when the other end's pipe is closed."""
+    sharing = Sharing(memory, window)
+
+    def end(_events: int) -> None:
+        loop.forget(loan.number)
+        sharing.let_go()
+
+    loop.watch(loan.number, READ, end)
+    return sharing
 
 
 def _receive(connection: socket.socket) -> Window:
-    data, descriptors, *_ = socket.recv_fds(connection, len(MAGIC), 1)
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    try:
-        if data != MAGIC or len(descriptors) != 1:
-            raise ProtocolError(f"it says {data!r} with {len(descriptors)} descriptors")
-        return Window(descriptors[0])
-    except ProtocolError:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
+    data, numbers, *_ = socket.recv_fds(connection, len(MAGIC), 2)
+    for number in numbers:
+        os.set_inheritable(number, False)
+    descriptors = [*map(Descriptor, numbers)]
+    if data != MAGIC or len(descriptors) != 2:
+        raise ProtocolError(f"it says {data!r} with {len(descriptors)} descriptors")
+    return Window(*descriptors)

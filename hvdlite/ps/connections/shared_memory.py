@@ -6,8 +6,9 @@ view of an array is gone. A `Window` is the other side, which only reads.
 [Note: shared payloads] A payload that lies in the sender's shared memory is not sent: the message
 says where it lies, and the receiver looks at it through its window. The sender keeps the array, and
 so its memory, until the receiver has told that no view of it is left there; every message tells
-what is held. Nothing is overwritten while it is read, then, whichever of both is slow, and what one
-of them has of a peer that was killed stays as it was.
+what is held. After the end of their connection, that is when the receiver has closed the pipe that
+belongs to the window, as the end of a process does. Nothing is overwritten while it is read, then,
+whichever of both is slow, and what one of them has of a peer that was killed stays as it was.
 """
 
 from __future__ import annotations
@@ -106,16 +107,29 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-class Window:
-    """The memory of a peer, to be read. Another thread may close it meanwhile."""
+class Descriptor:
+    """A descriptor that is closed with the last reference to it."""
 
-    def __init__(self, descriptor: int) -> None:
-        """Take over a descriptor. Raises ProtocolError where its memory could vanish."""
-        self._descriptor = descriptor
-        self._lock = threading.Lock()  # Guards it: its number may be that of another file later.
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number).atexit = False
+
+
+class _Mapped(mmap.mmap):
+    """Memory of a peer. Views of it keep its window's pipe."""
+
+    pipe: Descriptor
+
+
+class Window:
+    """The memory of a peer, to be read, and its pipe. Another thread may close it meanwhile."""
+
+    def __init__(self, memory: Descriptor, pipe: Descriptor) -> None:
+        """Raise ProtocolError where the memory could vanish."""
+        self._open: tuple[Descriptor, Descriptor] | None = (memory, pipe)
         self._memory = memoryview(b"")
         try:
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            sealed = fcntl.fcntl(memory.number, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError:
             sealed = 0
         if not sealed:
@@ -124,22 +138,22 @@ class Window:
     def view(self, place: Place) -> memoryview:
         """Return what lies at a place; raise ProtocolError where nothing does."""
         offset, nbytes = place
-        if offset + nbytes > self._memory.nbytes:
-            with self._lock:
-                self._memory = self._mapped(offset + nbytes)
-        return self._memory[offset : offset + nbytes]
+        memory = self._memory
+        if offset + nbytes > memory.nbytes:
+            self._memory = memory = self._mapped(offset + nbytes)
+        return memory[offset : offset + nbytes]
 
     def _mapped(self, nbytes: int) -> memoryview:
-        if self._descriptor < 0:
+        if (descriptors := self._open) is None:
             raise ProtocolError("the process whose memory a message names has gone")
-        size = os.fstat(self._descriptor).st_size
+        memory, pipe = descriptors
+        size = os.fstat(memory.number).st_size
         if nbytes > size:
             raise ProtocolError(f"a process shares {size} bytes, not {nbytes}")
-        return memoryview(mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ))
+        mapped = _Mapped(memory.number, size, prot=mmap.PROT_READ)
+        mapped.pipe = pipe
+        return memoryview(mapped)
 
     def close(self) -> None:
-        """Close the descriptor; views keep the memory."""
-        with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+        """Map no more; views keep the memory."""
+        self._open, self._memory = None, memoryview(b"")

@@ -72,9 +72,12 @@ class Sharing:
         return len(self._lent)
 
     def close(self) -> None:
-        """Forget the peer: it reads nothing any more."""
-        self._lent = {}  # Another one, as another thread may go through the old one.
+        """Say no more to the peer, which may still look at what was lent to it."""
         self._theirs.close()
+
+    def let_go(self) -> None:
+        """Take note that the peer looks at nothing any more."""
+        self._lent = {}  # Another one, as another thread may go through the old one.
 
     def _look(self, number: int, place: Place) -> memoryview:
         root = np.frombuffer(self._theirs.view(place), np.uint8)

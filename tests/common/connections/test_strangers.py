@@ -292,6 +292,21 @@ def test_a_silent_stranger_is_closed_and_so_is_one_that_proves_itself_and_stops_
     host.close()
 
 
+def test_a_listener_that_was_busy_gives_those_time_whom_it_has_not_answered() -> None:
+    loop = VirtualLoop()
+    host = Host(loop, stranger_seconds=10)
+    with strangers(host.target, 2) as (silent, honest):
+        first = challenge(loop, honest)
+        honest.sendall(prove.prove_claim(SECRET, first, Claim.new(WORKER, b"")))
+        loop.pass_time(25)  # In one turn, as its thread was elsewhere.
+        honest.sendall(prove.GO)
+        loop.pass_time(9)
+        assert len(host.accepted) == 1 and not is_closed(loop, silent)
+        loop.pass_time(2)
+        assert is_closed(loop, silent)
+    host.close()
+
+
 @contextmanager
 def no_descriptors_left() -> Iterator[None]:
     """Let this process open no more files."""
