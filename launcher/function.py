@@ -19,10 +19,10 @@ from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.launcher_choice import MPIRUN
 from hvdlite.launcher.command_line.options import LaunchOptions, resolve
 from hvdlite.launcher.decisions import lines
+from hvdlite.launcher.function_rank import CALL, Raised, dump_call, read_answers, read_failures
 from hvdlite.launcher.jobs.outcome import JobOutcome
 from hvdlite.launcher.jobs.start import run_job
 from hvdlite.launcher.platforms.torch_pod import PREFIX
-from hvdlite.launcher.worker import CALL, Raised, dump_call, read_answers, read_failures
 
 T = TypeVar("T")
 # Flags whose warnings have to name an argument of `run`.
@@ -136,7 +136,7 @@ def run(
     if cooldown_range is not None:
         words += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
     words += [flag for flag, on in switches.items() if on]
-    words += ["--", executable or sys.executable, "-m", "hvdlite.launcher.worker"]
+    words += ["--", executable or sys.executable, "-m", "hvdlite.launcher.function_rank"]
     environ = os.environ if env is None else env
     # The call has one caller, so that no other pod of a job can take part.
     alone = {name: text for name, text in environ.items() if not name.startswith(PREFIX)}

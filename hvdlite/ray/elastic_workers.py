@@ -15,8 +15,8 @@ from typing import Any
 from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
 from hvdlite.launcher.elastic.direct_job import DirectJob
 from hvdlite.launcher.elastic.discovery import HostDiscovery
+from hvdlite.launcher.function_rank import Raised
 from hvdlite.launcher.processes.error_text import shorten
-from hvdlite.launcher.worker import Raised
 from hvdlite.ray.discovery import RayHostDiscovery
 from hvdlite.ray.fixed_workers import (
     NOT_STARTED,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.serving import ServedMeeting
+from hvdlite.launcher.function_rank import dump_error
 from hvdlite.launcher.jobs.passed_variables import of_another_job
-from hvdlite.launcher.worker import dump_error
 from hvdlite.ray import ray_logger
 
 T = TypeVar("T")

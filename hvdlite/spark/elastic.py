@@ -14,8 +14,8 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.channel import Channel
 from hvdlite.launcher.decisions.commands import ElasticPlan, Finish, StartWorker
 from hvdlite.launcher.elastic.direct_job import DirectJob, make_plan
+from hvdlite.launcher.function_rank import dump_call
 from hvdlite.launcher.processes.error_text import shorten
-from hvdlite.launcher.worker import dump_call
 from hvdlite.spark.elastic_task import open_channel, run_elastic_task
 from hvdlite.spark.output import DriverOutput
 from hvdlite.spark.runner import LOOK_SECONDS, Stage, check_size, no_room, prepare, python_error

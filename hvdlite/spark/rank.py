@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 
-from hvdlite.launcher import worker
+from hvdlite.launcher import function_rank
 
 
 def main() -> int:
@@ -19,7 +19,7 @@ def main() -> int:
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
     threading.Thread(target=_end_with_task, args=(task,), daemon=True).start()
-    return worker.main()
+    return function_rank.main()
 
 
 def _end_with_task(task: int) -> None:

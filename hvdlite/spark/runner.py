@@ -13,8 +13,8 @@ from typing import Any, TextIO, TypeVar
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.meeting.placement import new_secret
 from hvdlite.launcher.function import raise_first
+from hvdlite.launcher.function_rank import Raised, dump_call
 from hvdlite.launcher.processes.error_text import last_exception
-from hvdlite.launcher.worker import Raised, dump_call
 from hvdlite.missing_names import with_remedy
 from hvdlite.spark.output import DriverOutput
 from hvdlite.spark.task import Answer, Call, read_answer, run_task

@@ -26,8 +26,8 @@ from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.placement import order_by_host, rank_variables
 from hvdlite.common.meeting.serving import ServedMeeting
 from hvdlite.launcher.decisions.first_failure import Failure
+from hvdlite.launcher.function_rank import CALL, dump_error
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE, of_another_job
-from hvdlite.launcher.worker import CALL, dump_error
 from hvdlite.spark.output import RankOutput
 
 DEVICES = "HVDLITE_SPARK_DEVICES"

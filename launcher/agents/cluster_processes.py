@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection
-from hvdlite.launcher.agents.agent_job import AgentJob
+from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.cluster_options import ClusterOptions
 from hvdlite.launcher.decisions.first_failure import Failure
 from hvdlite.launcher.jobs.job import FixedJob
@@ -44,7 +44,7 @@ class ClusterProcesses:
 
     def __init__(
         self, job: FixedJob, cluster: ClusterOptions, scheduler: HostedScheduler,
-        agents: Sequence[AgentConnection], description: AgentJob,
+        agents: Sequence[AgentConnection], description: JobDescription,
     ) -> None:  # fmt: skip
         self._job, self._cluster, self._scheduler = job, cluster, scheduler
         self._description = description

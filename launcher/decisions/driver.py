@@ -13,10 +13,10 @@ from hvdlite.launcher.decisions.host_changes import HostChanges
 from hvdlite.launcher.decisions.hosts import Hosts
 from hvdlite.launcher.decisions.job_end import NO_PREVIOUS_HOSTS, JobEnd
 from hvdlite.launcher.decisions.losses import Losses
+from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.requirements import Requirements
-from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
-from hvdlite.launcher.decisions.staffing import Staffing
-from hvdlite.launcher.decisions.succession import Succession
+from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
+from hvdlite.launcher.decisions.world_changes import WorldChanges
 from hvdlite.launcher.decisions.worlds import NoStateError
 
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
@@ -37,17 +37,17 @@ class Driver:
         self._finished = False
         self._now = 0.0  # When the last event was.
         self._is_late = False  # What follows from it has not been done.
-        self._roster = Roster()
+        self._workers = Workers()
         self._failures = Failures()
         self._hosts = Hosts(Cooldowns(plan.cooldown, uniform), plan.start_timeout)
         order = self._order
-        self._staffing = Staffing(plan, self._hosts, self._roster, self._failures, order)
-        self._succession = Succession(plan, self._roster, self._staffing, self._failures, order)
-        parts = (plan, self._hosts, self._roster, self._staffing, self._succession)
+        self._placement = Placement(plan, self._hosts, self._workers, self._failures, order)
+        self._worlds = WorldChanges(plan, self._workers, self._placement, self._failures, order)
+        parts = (plan, self._hosts, self._workers, self._placement, self._worlds)
         self._losses = Losses(*parts, self._failures, order)
         self._requirements = Requirements(*parts)
         self._job_end = JobEnd(*parts, self._losses)
-        self._changes = HostChanges(plan, self._roster, self._staffing, self._succession)
+        self._changes = HostChanges(plan, self._workers, self._placement, self._worlds)
         self._discovery_error = ""
         self._held: set[str] = set()  # Hosts that have gone, and whose ranks stay, as was told.
 
@@ -66,10 +66,10 @@ class Driver:
         if self._finished:
             return None
         now = self._now
-        reset = self._succession.reset
+        reset = self._worlds.reset
         times = [
             self._hosts.next_change(now),
-            self._staffing.next_time(now),
+            self._placement.next_time(now),
             self._losses.next_time(),
             self._changes.next_time(),
             reset.regroup_at if reset else None,
@@ -128,22 +128,22 @@ class Driver:
 
     def worker_said(self, number: int, message: list[Any], now: float) -> None:
         """Take a frame of a worker."""
-        worker = self._roster.get(number)
+        worker = self._workers.get(number)
         if worker is None or not worker.living or self._finished:
             return
         together = False  # Whether all workers say it at about the same time.
         match message:
             case ["hello", int()]:
                 together = True
-                self._succession.hello(worker, now)
+                self._worlds.hello(worker, now)
             case ["ready", int(epoch), int(commit)]:
-                self._succession.ready(worker, epoch, commit, now)
+                self._worlds.ready(worker, epoch, commit, now)
             case ["gather", int(epoch), int(round_), bytes(body)]:
-                self._succession.gather(worker, epoch, round_, body)
+                self._worlds.gather(worker, epoch, round_, body)
                 return  # Nothing else follows from it.
             case ["checks", int(counter), int(passed)]:
                 together = True
-                self._succession.checks(worker, counter, passed)
+                self._worlds.checks(worker, counter, passed)
             case ["late", int(epoch), [*late]]:
                 self._losses.give_up_late(epoch, late, now)
             case ["bye"]:
@@ -159,7 +159,7 @@ class Driver:
 
     def worker_closed(self, number: int, now: float) -> None:
         """Note that a worker's connection has ended. Its process is expected to end, too."""
-        worker = self._roster.get(number)
+        worker = self._workers.get(number)
         if worker is not None and worker.living:
             worker.closed_at, worker.ready = now, False
         self._advance(now)
@@ -170,7 +170,7 @@ class Driver:
         `cause` is the exception as a clause. The worker is lost for its world from now on;
         `worker_ended` follows.
         """
-        worker = self._roster.get(number)
+        worker = self._workers.get(number)
         if worker is not None and worker.living and not self._finished:
             self._losses.leave_by_exception(worker, cause, now)
         self._advance(now)
@@ -183,7 +183,7 @@ class Driver:
         `code` is what a shell would show: 128 + N after signal N, and then `by_signal` is true.
         `cause` is what it raised, or how it was killed, as a clause; None: nothing is known.
         """
-        worker = self._roster.get(number)
+        worker = self._workers.get(number)
         if worker is None or not worker.running or self._finished:
             return
         worker.running = False
@@ -199,7 +199,7 @@ class Driver:
 
     def worker_lost(self, number: int, why: str, now: float) -> None:
         """Note that a worker is silent; `why` is a clause. It is out, and killed if need be."""
-        worker = self._roster.get(number)
+        worker = self._workers.get(number)
         if worker is not None and worker.living and not self._finished:
             self._losses.give_up(worker, why, now)
         self._advance(now)
@@ -209,7 +209,7 @@ class Driver:
 
         `why` is a clause about its slot. It holds for the higher slots, too.
         """
-        worker = self._roster.get(number)
+        worker = self._workers.get(number)
         if worker is None or not worker.running or self._finished:
             return
         worker.running = False
@@ -225,9 +225,9 @@ class Driver:
 
     def _return(self, worker: Worker) -> None:
         worker.stage = Stage.RETURNED
-        succession = self._succession
-        worker.counts = worker.number in succession.members or succession.world is None
-        succession.leave_out(worker)
+        worlds = self._worlds
+        worker.counts = worker.number in worlds.members or worlds.world is None
+        worlds.leave_out(worker)
         if not worker.counts:
             self._say(f"{lines.name(worker, None)} returned before it was a rank")
 
@@ -257,17 +257,17 @@ class Driver:
             self._fill,
             self._end_reset_beyond_limit,
             self._finish_if_over,
-            self._succession.regroup_if_broken,
+            self._worlds.regroup_if_broken,
             self._publish,
             self._interrupt,
             self._watch,
-            self._staffing.end_late_ones,
+            self._placement.end_late_ones,
         ):
             if not self._finished:
                 step(now)
 
     def _tell_of_last_holders(self, now: float) -> None:
-        hosts = {each.host: None for each in self._staffing.last_holders(now)}
+        hosts = {each.host: None for each in self._placement.last_holders(now)}
         for host in hosts:
             if host not in self._held:
                 why = self._hosts.why_gone(host)
@@ -275,21 +275,21 @@ class Driver:
         self._held = set(hosts)
 
     def _dismiss_newcomers(self, now: float) -> None:
-        for worker in self._staffing.unwanted(now):
-            if worker.number not in self._succession.members:
+        for worker in self._placement.unwanted(now):
+            if worker.number not in self._worlds.members:
                 self._dismiss([worker], now)
 
     def _dismiss(self, workers: Sequence[Worker], now: float) -> None:
         for worker in workers:
             why = self._hosts.why_gone(worker.host)
-            self._staffing.dismiss(worker, f"this worker is not needed any more: {why}", now)
+            self._placement.dismiss(worker, f"this worker is not needed any more: {why}", now)
 
     def _fill(self, now: float) -> None:
         if self._requirements.first_hosts:
-            self._staffing.fill(now)
+            self._placement.fill(now)
 
     def _end_reset_beyond_limit(self, now: float) -> None:
-        limit, reset = self.plan.reset_limit, self._succession.reset
+        limit, reset = self.plan.reset_limit, self._worlds.reset
         if reset is not None and reset.regroup_at is not None and now < reset.regroup_at:
             return  # A rank has left its world, and who was lost is known in a moment.
         end = self._job_end.reach(now)
@@ -303,7 +303,7 @@ class Driver:
     @property
     def _beyond_limit(self) -> bool:
         limit = self.plan.reset_limit
-        return limit is not None and self._succession.resets > limit
+        return limit is not None and self._worlds.resets > limit
 
     def _watch(self, now: float) -> None:
         self._requirements.watch(now, self._fail)
@@ -312,32 +312,32 @@ class Driver:
     # -- the next world
 
     def _publish(self, now: float) -> None:
-        succession, requirements = self._succession, self._requirements
-        running = succession.world and not (succession.reset and succession.reset.complete)
+        worlds, requirements = self._worlds, self._requirements
+        running = worlds.world and not (worlds.reset and worlds.reset.complete)
         if running or not requirements.first_hosts:
             return
         if requirements.waited_for(now) or requirements.vacant(now) or not self._judge(now):
             return
-        staying = self._staffing.in_expected_order(now)
-        if succession.world and not any(each.number in succession.members for each in staying):
+        staying = self._placement.in_expected_order(now)
+        if worlds.world and not any(each.number in worlds.members for each in staying):
             if not self._losses.unwinding:
                 self._fail(NO_PREVIOUS_HOSTS)
             return
-        chosen = self._staffing.in_next_world(now)
+        chosen = self._placement.in_next_world(now)
         if len(chosen) < requirements.need():
             return
-        holders = self._staffing.last_holders(now)
-        leaving = [each for each in self._staffing.unwanted(now) if each not in chosen]
+        holders = self._placement.last_holders(now)
+        leaving = [each for each in self._placement.unwanted(now) if each not in chosen]
         leaving += [each for each in holders if each not in chosen]
         try:
-            succession.publish(chosen, leaving, now)
+            worlds.publish(chosen, leaving, now)
         except NoStateError:
             if not self._losses.unwinding:
-                sentence = f"{NO_STATE.format(succession.committed)}: {self._losses.text}"
+                sentence = f"{NO_STATE.format(worlds.committed)}: {self._losses.text}"
                 self._finish(self._losses.code, sentence)
             return
         self._dismiss(leaving, now)
-        self._losses.workers = []
+        self._losses.lost = []
         requirements.meet()
         self._changes.note_world(now)
 
@@ -359,10 +359,10 @@ class Driver:
         """Let the ranks stop at a commit if the next world would have other members."""
         kind = self._changes.wanted(now)
         if kind and self._changes.counts(kind):
-            self._succession.resets += 1
+            self._worlds.resets += 1
             self._end_reset_beyond_limit(now)
         if kind and not self._finished:
-            self._succession.interrupt(kind, now)
+            self._worlds.interrupt(kind, now)
 
     # -- the end
 
@@ -386,7 +386,7 @@ class Driver:
         self, code: int, sentence: str, results: tuple[int, ...] = (), told: str | None = None
     ) -> None:
         """End the job. Workers print what they are `told`; by default that is the sentence."""
-        numbers = tuple(each.number for each in self._roster.living() if each.greeted)
+        numbers = tuple(each.number for each in self._workers.living() if each.greeted)
         if numbers:
             words = (sentence or "the job has ended") if told is None else told
             self._order(Tell(numbers, ["end", code, words]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
 from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
-from hvdlite.launcher.decisions.roster import Roster, Stage
-from hvdlite.launcher.decisions.staffing import Staffing
-from hvdlite.launcher.decisions.succession import Succession
+from hvdlite.launcher.decisions.placement import Placement
+from hvdlite.launcher.decisions.workers import Stage, Workers
+from hvdlite.launcher.decisions.world_changes import WorldChanges
 
 # How long newcomers that are ready wait for others that have been started.
 GATHER_SECONDS = 1.0
@@ -16,38 +16,38 @@ class HostChanges:
     """The changes of hosts since the last world."""
 
     def __init__(
-        self, plan: ElasticPlan, roster: Roster, staffing: Staffing, succession: Succession
+        self, plan: ElasticPlan, workers: Workers, placement: Placement, worlds: WorldChanges
     ) -> None:
         self._plan = plan
-        self._roster = roster
-        self._staffing = staffing
-        self._succession = succession
+        self._workers = workers
+        self._placement = placement
+        self._worlds = worlds
         self._planned: dict[str, int] = {}  # The assignment that the ranks know of.
         self._awaited = False  # Hosts were added, and all ranks are to wait for their workers.
         self._ready_since: float | None = None  # When the first newcomer was ready.
 
     def tell(self, now: float) -> None:
         """Tell the ranks when the assignment changes because of hosts, and not of failures."""
-        if not self._succession.members or self._succession.reset is not None:
+        if not self._worlds.members or self._worlds.reset is not None:
             return
-        planned = self._staffing.planned_hosts(now)
+        planned = self._placement.planned_hosts(now)
         kind = compare_hosts(self._planned, planned)
         if kind:
             self._planned = planned
             self._awaited |= bool(kind & HostUpdateResult.added)
-            self._succession.tell_seen(kind)
+            self._worlds.tell_seen(kind)
 
     def note_world(self, now: float) -> None:
         """Note that a new world has all that is there."""
         self._awaited, self._ready_since = False, None
-        self._planned = self._staffing.planned_hosts(now)
+        self._planned = self._placement.planned_hosts(now)
 
     def wanted(self, now: float) -> HostUpdateResult:
         """Return how the next world would differ, if it is time to stop at a commit for it."""
         kind = HostUpdateResult.no_update
-        if self._succession.world is None or self._succession.reset is not None:
+        if self._worlds.world is None or self._worlds.reset is not None:
             return kind
-        if self._staffing.unwanted(now):
+        if self._placement.unwanted(now):
             kind |= HostUpdateResult.removed
         if self._growth_due(now):
             kind |= HostUpdateResult.added
@@ -58,17 +58,17 @@ class HostChanges:
 
         What takes the place of a failed worker belongs to the reset after the failure.
         """
-        fresh = [each for each in self._succession.newcomers() if not each.replaces]
+        fresh = [each for each in self._worlds.newcomers() if not each.replaces]
         return bool(kind & HostUpdateResult.removed or fresh or self._awaited)
 
     def _growth_due(self, now: float) -> bool:
         """Return whether newcomers are to be taken in now. A job that ends takes in nobody."""
-        members = self._succession.members
-        if any(self._roster[number].stage is Stage.RETURNED for number in members):
+        members = self._worlds.members
+        if any(self._workers[number].stage is Stage.RETURNED for number in members):
             return False
-        newcomers = self._succession.newcomers()
+        newcomers = self._worlds.newcomers()
         if self._awaited and self._plan.admit == WAIT:
-            return bool(newcomers or self._staffing.vacancies(now))
+            return bool(newcomers or self._placement.vacancies(now))
         if not any(each.ready for each in newcomers):
             self._ready_since = None
             return False

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hvdlite.launcher.decisions.commands import ElasticPlan, Finish
 from hvdlite.launcher.decisions.hosts import Hosts
 from hvdlite.launcher.decisions.losses import Losses
-from hvdlite.launcher.decisions.roster import Roster, Stage
-from hvdlite.launcher.decisions.staffing import Staffing
-from hvdlite.launcher.decisions.succession import Succession
+from hvdlite.launcher.decisions.placement import Placement
+from hvdlite.launcher.decisions.workers import Stage, Workers
+from hvdlite.launcher.decisions.world_changes import WorldChanges
 
 NO_PREVIOUS_HOSTS = "No hosts from previous set remaining"
 NOT_ELASTIC_SCRIPT = (
@@ -24,16 +24,16 @@ class JobEnd:
         self,
         plan: ElasticPlan,
         hosts: Hosts,
-        roster: Roster,
-        staffing: Staffing,
-        succession: Succession,
+        workers: Workers,
+        placement: Placement,
+        worlds: WorldChanges,
         losses: Losses,
     ) -> None:
         self._plan = plan
         self._hosts = hosts
-        self._roster = roster
-        self._staffing = staffing
-        self._succession = succession
+        self._workers = workers
+        self._placement = placement
+        self._worlds = worlds
         self._losses = losses
 
     def reach(self, now: float) -> Finish | None:
@@ -45,16 +45,16 @@ class JobEnd:
         return None if end is not None and end.code and self._losses.unwinding else end
 
     def _find_end(self, now: float) -> Finish | None:
-        succession = self._succession
-        if succession.world is None:
+        worlds = self._worlds
+        if worlds.world is None:
             return self._before_the_first_world(now)
-        if succession.living_members():
+        if worlds.living_members():
             return None
-        members = [self._roster[number] for number in succession.members]
+        members = [self._workers[number] for number in worlds.members]
         if all(each.done for each in members):
             return self._success()
         if self._losses.members():
-            text = f"no rank of world {succession.world.epoch} is left: {self._losses.text}"
+            text = f"no rank of world {worlds.world.epoch} is left: {self._losses.text}"
             remedy = f". {NOT_ELASTIC_SCRIPT}" if self._losses.not_handled() else ""
             return Finish(self._losses.code, text + remedy, ())
         if any(each.stage is Stage.RETURNED for each in members):
@@ -63,22 +63,22 @@ class JobEnd:
 
     def _before_the_first_world(self, now: float) -> Finish | None:
         """End the job when its first workers have all ended, or can start nowhere."""
-        first = [each for each in self._roster.ever() if not each.replaces]
-        if self._roster.living():
+        first = [each for each in self._workers.ever() if not each.replaces]
+        if self._workers.living():
             failed = all(each.stage is Stage.LOST and each.by_script for each in first)
             return self._no_start() if len(first) >= self._plan.num_proc and failed else None
         hosts = self._hosts.found or {}
-        if self._losses.workers and not any(self._hosts.may_return(host, now) for host in hosts):
+        if self._losses.lost and not any(self._hosts.may_return(host, now) for host in hosts):
             return self._no_start()
-        if self._succession.kept() and not self._staffing.vacancies(now):
-            return self._no_start() if self._losses.workers else self._success()
+        if self._worlds.kept() and not self._placement.vacancies(now):
+            return self._no_start() if self._losses.lost else self._success()
         return None
 
     def _no_start(self) -> Finish:
         return Finish(self._losses.code, f"the job could not start: {self._losses.text}", ())
 
     def _success(self) -> Finish:
-        for worker in (self._roster[number] for number in self._succession.members):
+        for worker in (self._workers[number] for number in self._worlds.members):
             if worker.done:
                 worker.stage, worker.counts = Stage.RETURNED, True
-        return Finish(0, "", self._succession.results())
+        return Finish(0, "", self._worlds.results())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hvdlite.launcher.decisions.roster import Worker
+from hvdlite.launcher.decisions.workers import Worker
 from hvdlite.launcher.decisions.worlds import Reset, World
 
 MOST_PARTS = 6  # A longer list of ranks is cut.

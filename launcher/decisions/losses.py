@@ -8,9 +8,9 @@ from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import Command, DropAgent, ElasticPlan, Say
 from hvdlite.launcher.decisions.failures import FOREVER, Failure, Failures
 from hvdlite.launcher.decisions.hosts import Hosts
-from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
-from hvdlite.launcher.decisions.staffing import Staffing
-from hvdlite.launcher.decisions.succession import Succession
+from hvdlite.launcher.decisions.placement import Placement
+from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
+from hvdlite.launcher.decisions.world_changes import WorldChanges
 
 # How long a process may run on after its connection has broken: the kernel takes a while to end one
 # that has much memory, or writes a core dump.
@@ -32,34 +32,34 @@ class Losses:
         self,
         plan: ElasticPlan,
         hosts: Hosts,
-        roster: Roster,
-        staffing: Staffing,
-        succession: Succession,
+        workers: Workers,
+        placement: Placement,
+        worlds: WorldChanges,
         failures: Failures,
         order: Callable[[Command], None],
     ) -> None:
         self._plan = plan
         self._hosts = hosts
-        self._roster = roster
-        self._staffing = staffing
-        self._succession = succession
+        self._workers = workers
+        self._placement = placement
+        self._worlds = worlds
         self._failures = failures
         self._order = order
-        self.workers: list[Worker] = []
+        self.lost: list[Worker] = []
 
     @property
     def code(self) -> int:
         """The exit code of the first worker that has one, else 1."""
-        return next((each.code for each in self.workers if each.code), 1)
+        return next((each.code for each in self.lost if each.code), 1)
 
     @property
     def text(self) -> str:
         """Who was lost and why, for the end of the job."""
-        return lines.ended(self.workers, self._succession.world)
+        return lines.ended(self.lost, self._worlds.world)
 
     def members(self) -> list[Worker]:
         """Return the lost ranks of the last world."""
-        return [each for each in self.workers if each.number in self._succession.members]
+        return [each for each in self.lost if each.number in self._worlds.members]
 
     def not_handled(self) -> bool:
         """Return whether ranks ended by the loss of another one, which elastic loops handle."""
@@ -89,7 +89,7 @@ class Losses:
         A host without a rank is given up: who has listed too many slots should know at once.
         """
         host = worker.host
-        ranks = [each for each in self._succession.living_members() if each.host == host]
+        ranks = [each for each in self._worlds.living_members() if each.host == host]
         if not ranks:
             self._order(DropAgent(host))
             self.lose_host(host, f"it cannot start its ranks: {why}", False, now)
@@ -113,35 +113,35 @@ class Losses:
 
         A job that fails waits for it, at most `BYE_SECONDS`.
         """
-        return any(each.unwinding for each in self._roster)
+        return any(each.unwinding for each in self._workers)
 
     def give_up(self, worker: Worker, why: str, now: float) -> None:
         """Count a worker out whose process may still run."""
-        sentence = f"{lines.name(worker, self._succession.world)} was given up: {why}"
-        self._staffing.give_up(worker, sentence)
+        sentence = f"{lines.name(worker, self._worlds.world)} was given up: {why}"
+        self._placement.give_up(worker, sentence)
         self.lose(worker, why, False, now)
 
     def give_up_late(self, epoch: int, numbers: Sequence[int], now: float) -> None:
         """Count out the ranks of the world `epoch` that the others have waited for too long."""
-        world = self._succession.world
+        world = self._worlds.world
         if world is None or world.epoch != epoch:
             return
-        for worker in self._succession.living_members():
+        for worker in self._worlds.living_members():
             if worker.number in numbers and not worker.ready:
                 self.give_up(worker, STALLED, now)
 
     def lose(self, worker: Worker, why: str, exception: bool, now: float) -> None:
         """Count a failure of a worker and end its world. A host that goes has no failures."""
-        host, succession = worker.host, self._succession
+        host, worlds = worker.host, self._worlds
         worker.by_script = exception
-        epoch = succession.world.epoch if succession.world else 0
+        epoch = worlds.world.epoch if worlds.world else 0
         if not self._hosts.shown(host, now):
             self._drop(worker, why, now)
             return
-        member = worker.number in succession.members
+        member = worker.number in worlds.members
         self._failures.add(Failure(host, worker.slot, epoch, now, member, exception))
         self._drop(worker, why, now)
-        ranks = [each for each in succession.living_members() if each.host == host]
+        ranks = [each for each in worlds.living_members() if each.host == host]
         if self._plan.failures_by_host:
             self.exclude(host, "one of its workers failed", now)
         elif not ranks and self._failures.cannot_start(host, now):
@@ -149,15 +149,15 @@ class Losses:
 
     def _drop(self, worker: Worker, why: str, now: float, *, said: bool = False) -> None:
         worker.stage, worker.why, worker.ready = Stage.LOST, why, False
-        self.workers.append(worker)
-        if worker.number in self._succession.members:
-            self._succession.lose(worker, now)
+        self.lost.append(worker)
+        if worker.number in self._worlds.members:
+            self._worlds.lose(worker, now)
         elif not said:
             self._order(Say(lines.lost([worker], None)))
 
     def give_up_closed(self, now: float) -> None:
         """Count out the workers that run on for too long after their connections have ended."""
-        for worker in self._roster.living():
+        for worker in self._workers.living():
             limit = self._end_limit(worker)
             if limit is not None and now >= limit:
                 self.give_up(worker, "its connection to the driver ended", now)
@@ -168,7 +168,7 @@ class Losses:
             return None
         if not worker.said_bye:
             return worker.closed_at + CLOSED_SECONDS
-        reset = self._succession.reset
+        reset = self._worlds.reset
         return max(worker.closed_at, reset.since) + BYE_SECONDS if reset is not None else None
 
     # -- hosts
@@ -182,16 +182,16 @@ class Losses:
         until = cooldowns.until(host)
         span = "for good" if until == FOREVER else f"for {until - now:.0f} s"
         self._order(Say(f"host {host} is given up {span}: {why}"))
-        for worker in self._roster.on(host):
+        for worker in self._workers.on(host):
             if worker.living:
                 self._drop(worker, "its host was given up", now, said=True)
-        self._staffing.drop_host(host, now)
+        self._placement.drop_host(host, now)
 
     def lose_host(self, host: str, why: str, may_return: bool, now: float) -> None:
         """Lose all workers of a host whose agent has gone, and try it again later if it may be."""
         self._hosts.end(host, now)
         shown = self._hosts.shown(host, now)
-        for worker in self._roster.on(host):
+        for worker in self._workers.on(host):
             worker.running = False
             if worker.living:  # The host has a line of its own below.
                 self._drop(worker, f"its host was lost: {why}", now, said=shown)
@@ -201,8 +201,8 @@ class Losses:
             self.exclude(host, why, now)
         else:
             delay = self._hosts.lose(host, now)
-            succession = self._succession
-            if succession.world is None or succession.living_members():
+            worlds = self._worlds
+            if worlds.world is None or worlds.living_members():
                 again = f"; it is tried again in {delay:.0f} s"
             else:  # The job ends with its last rank.
                 again = ""
@@ -217,13 +217,13 @@ class Losses:
 
     def exclude_unreliable_hosts(self, now: float) -> None:
         """Give up the hosts that break world after world."""
-        for host in {each.host: None for each in self._roster.living()}:
+        for host in {each.host: None for each in self._workers.living()}:
             if not self._plan.failures_by_host and self._failures.breaks_worlds(host, now):
                 self.exclude(host, "its workers fail without a commit in between", now)
 
     def next_time(self) -> float | None:
         """Return when a worker has had its time to end after its connection."""
-        limits = (self._end_limit(each) for each in self._roster.living())
+        limits = (self._end_limit(each) for each in self._workers.living())
         return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
 from hvdlite.launcher.decisions.hosts import Hosts
-from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
-from hvdlite.launcher.decisions.staffing import Staffing
-from hvdlite.launcher.decisions.succession import Succession
+from hvdlite.launcher.decisions.placement import Placement
+from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
+from hvdlite.launcher.decisions.world_changes import WorldChanges
 
 LINE_SECONDS = 10.0
 
@@ -21,15 +21,15 @@ class Requirements:
         self,
         plan: ElasticPlan,
         hosts: Hosts,
-        roster: Roster,
-        staffing: Staffing,
-        succession: Succession,
+        workers: Workers,
+        placement: Placement,
+        worlds: WorldChanges,
     ) -> None:
         self._plan = plan
         self._hosts = hosts
-        self._roster = roster
-        self._staffing = staffing
-        self._succession = succession
+        self._workers = workers
+        self._placement = placement
+        self._worlds = worlds
         self.first_hosts: set[str] = set()  # Those of the first start; empty before it.
         self._unwanted: set[int] = set()  # As of the last event of another kind.
         self._one_late: Worker | None = None  # See `others_are_late`.
@@ -46,13 +46,13 @@ class Requirements:
 
     def waited_for(self, now: float) -> list[Worker]:
         """Return the workers that must be ready before the next world."""
-        if self._succession.world is None:
-            waited = [each for each in self._roster.living() if each.host in self.first_hosts]
+        if self._worlds.world is None:
+            waited = [each for each in self._workers.living() if each.host in self.first_hosts]
         else:
-            waited = self._succession.living_members()
+            waited = self._worlds.living_members()
             if self._waits_for_all(now):
-                waited += self._succession.newcomers()
-        self._unwanted = {each.number for each in self._staffing.unwanted(now)}
+                waited += self._worlds.newcomers()
+        self._unwanted = {each.number for each in self._placement.unwanted(now)}
         return [each for each in waited if self._is_late(each)]
 
     def others_are_late(self) -> bool:
@@ -62,20 +62,20 @@ class Requirements:
         that it found late the last time is late no more. That is the last one: those that were
         started first are mostly ready first.
         """
-        reset = self._succession.reset
-        if self._succession.world is not None and (reset is None or not reset.complete):
+        reset = self._worlds.reset
+        if self._worlds.world is not None and (reset is None or not reset.complete):
             return False
         late = self._one_late
         if late is None or not self._counts(late) or not self._is_late(late):
-            workers = filter(self._counts, reversed(self._roster.living()))
+            workers = filter(self._counts, reversed(self._workers.living()))
             self._one_late = next(filter(self._is_late, workers), None)
         return self._one_late is not None
 
     def _counts(self, worker: Worker) -> bool:
         """Return whether no next world begins without this worker, if it is wanted."""
-        if self._succession.world is None:
+        if self._worlds.world is None:
             return worker.living and worker.host in self.first_hosts
-        return worker.living and worker.number in self._succession.member_set
+        return worker.living and worker.number in self._worlds.member_set
 
     def _is_late(self, worker: Worker) -> bool:
         """Return whether the next world waits for one of the workers that it could wait for.
@@ -84,46 +84,46 @@ class Requirements:
         """
         if worker.ready:
             return False
-        reset = self._succession.reset
-        is_rank = worker.number in self._succession.member_set
+        reset = self._worlds.reset
+        is_rank = worker.number in self._worlds.member_set
         return worker.number not in self._unwanted or (
             is_rank and reset is not None and reset.regrouped
         )
 
     def _waits_for_all(self, now: float) -> bool:
         """Return whether the next world waits for all workers that have been started."""
-        reset = self._succession.reset
+        reset = self._worlds.reset
         if self._plan.admit != WAIT or reset is None:
             return False
         return now < reset.since + self._plan.elastic_timeout
 
     def vacant(self, now: float) -> int:
         """Return how many workers the next world waits for that have not been started."""
-        if self._succession.world is None:
-            vacancies = self._staffing.vacancies(now)
+        if self._worlds.world is None:
+            vacancies = self._placement.vacancies(now)
             return sum(each.host in self.first_hosts for each in vacancies)
-        return len(self._staffing.vacancies(now)) if self._waits_for_all(now) else 0
+        return len(self._placement.vacancies(now)) if self._waits_for_all(now) else 0
 
     # -- slots
 
     def need(self) -> int:
         """Return how many workers the next world needs at least."""
-        first = self._succession.world is None and not any(
-            each.stage is Stage.LOST for each in self._roster.ever()
+        first = self._worlds.world is None and not any(
+            each.stage is Stage.LOST for each in self._workers.ever()
         )
         needed = self._plan.num_proc if first else self._plan.min_np
-        return max(1, needed - len(self._succession.kept()))
+        return max(1, needed - len(self._worlds.kept()))
 
     def _missing(self, now: float) -> int:
         """Return how many slots the next world lacks."""
-        vacancies = self._staffing.vacancies(now)
+        vacancies = self._placement.vacancies(now)
         there = sum(self._hosts.counts(each.host) for each in vacancies)
-        there += len(self._staffing.in_expected_order(now))
+        there += len(self._placement.in_expected_order(now))
         return max(0, self.need() - there)
 
     @property
     def _waiting(self) -> bool:
-        return self._succession.world is None or self._succession.reset is not None
+        return self._worlds.world is None or self._worlds.reset is not None
 
     def meet(self) -> None:
         """Note that the next world is there."""
@@ -160,7 +160,7 @@ class Requirements:
 
     def _found(self) -> str:
         """Return what discovery shows, for the first world."""
-        if self._succession.world is not None:
+        if self._worlds.world is not None:
             return ""
         if self._hosts.found is None:
             return ", discovery has not answered yet"
@@ -171,16 +171,16 @@ class Requirements:
         missing = self._missing(now)
         parts = [f"slots: {self._short(missing)}{self._found()}"] if missing else []
         if late := self.waited_for(now):
-            names = lines.names(late, self._succession.world)
+            names = lines.names(late, self._worlds.world)
             parts.append(f"workers that have not said ready: {names}")
-        ending = [each for each in self._roster if each.ending]
+        ending = [each for each in self._workers if each.ending]
         if killed := [each for each in ending if not each.raised]:
-            names = lines.names(killed, self._succession.world)
+            names = lines.names(killed, self._worlds.world)
             parts.append(
                 f"the end of {names}, which {'was' if len(killed) == 1 else 'were'} killed"
             )
         if raised := [each for each in ending if each.raised]:
-            names = lines.names(raised, self._succession.world)
+            names = lines.names(raised, self._worlds.world)
             parts.append(f"the end of {names}, which raised an exception")
         if coming := self._hosts.coming():
             parts.append(f"agents of hosts: {', '.join(coming)}")
@@ -191,7 +191,7 @@ class Requirements:
         times = [each for each in (self._line_at,) if each is not None]
         if self._short_since is not None:
             times.append(self._short_since + self._plan.elastic_timeout)
-        reset = self._succession.reset
+        reset = self._worlds.reset
         if reset is not None and self._waits_for_all(now):
             times.append(reset.since + self._plan.elastic_timeout)
         return times

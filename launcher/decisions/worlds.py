@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hvdlite.launcher.decisions.roster import Worker
+from hvdlite.launcher.decisions.workers import Worker
 
 
 class NoStateError(Exception):

@@ -24,9 +24,9 @@ from hvdlite.launcher.command_line.elastic_options import check_cooldown
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan, Finish, StartWorker
 from hvdlite.launcher.elastic.driving import Driving, worker_variables
 from hvdlite.launcher.function import raise_failure
+from hvdlite.launcher.function_rank import Raised
 from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.worker import Raised
 
 GRACE_SECONDS = 0.5  # How long workers that were told of the end may take to end by themselves.
 END_SECONDS = 5.0  # And how long after they were killed.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
-from hvdlite.launcher.agents.agent_job import AgentJob
 from hvdlite.launcher.agents.agent_starters import (
     MOST_AT_ONCE,
     SpawnedAgents,
@@ -16,6 +15,7 @@ from hvdlite.launcher.agents.agent_starters import (
     remove_here,
 )
 from hvdlite.launcher.agents.channel import BEATS
+from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.elastic.driving import Driving
@@ -45,7 +45,7 @@ class HostAgents(Driving):
         super().__init__(options, job.loop, min(1.0, options.host_timeout_seconds / (2 * BEATS)))
         self._elastic = options
         self._job, self._slots = job, slots
-        self._description = AgentJob(job.options, job.environ, ())
+        self._description = JobDescription(job.options, job.environ, ())
         self.workers = WorkerProcesses(job, self._description, self.driver)
         self._environ = launcher_environ
         self._starter = SpawnedAgents((), job.options, launcher_environ, job.loop)

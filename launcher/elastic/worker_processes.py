@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection
-from hvdlite.launcher.agents.agent_job import AgentJob
+from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.decisions.driver import Driver
 from hvdlite.launcher.elastic.driving import worker_variables
@@ -26,7 +26,7 @@ class _Worker:
 class WorkerProcesses:
     """Starts workers by their agents, and tells the driver what becomes of them."""
 
-    def __init__(self, job: Job, description: AgentJob, driver: Driver) -> None:
+    def __init__(self, job: Job, description: JobDescription, driver: Driver) -> None:
         self._options, self._output, self._driver = job.options, job.output, driver
         self._workers: dict[int, _Worker] = {}
         # By the kind of a message. Whatever is said of others than these is too late.

@@ -15,7 +15,7 @@ import pytest
 
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.launcher import RemoteError, worker
+from hvdlite.launcher import RemoteError, function_rank
 from tests.launcher.jobs import set_signals
 from tests.parallel.jobs import environment
 
@@ -131,10 +131,10 @@ def test_arguments_of_horovod_run_run_the_function(
 
 def test_a_call_from_another_python_is_refused_before_it_is_unpickled(tmp_path: Path) -> None:
     origin = pickle.dumps(((3, 9), ["/no/such/path"]), protocol=2)
-    (tmp_path / worker.CALL).write_bytes(origin + b"what would crash this Python")
+    (tmp_path / function_rank.CALL).write_bytes(origin + b"what would crash this Python")
     ours = ".".join(map(str, sys.version_info[:2]))
     with pytest.raises(RuntimeError, match=rf"runs Python {ours} .* comes from Python 3\.9"):
-        worker._call(str(tmp_path))
+        function_rank._call(str(tmp_path))
     assert "/no/such/path" not in sys.path
 
 

@@ -14,8 +14,8 @@ from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.launcher.decisions.hosts import order_hosts
-from hvdlite.launcher.decisions.roster import Worker
-from hvdlite.launcher.decisions.staffing import Staffing
+from hvdlite.launcher.decisions.placement import Placement
+from hvdlite.launcher.decisions.workers import Worker
 
 KNOWN_BUGS: dict[str, Callable[[], Any]] = {}
 
@@ -109,13 +109,13 @@ KNOWN_BUGS["a leader ends before those below it"] = lambda: patch.object(
 )
 # The job ends when all its hosts are replaced, although others are on their way.
 ELASTIC_BUGS["the last host that leaves"] = lambda: patch.object(
-    Staffing, "_last_holders", lambda self, staying, now: []
+    Placement, "_last_holders", lambda self, staying, now: []
 )
 ELASTIC_BUGS["a worker starts where another one has not ended"] = lambda: patch.object(
     Worker, "ending", property(lambda self: False)
 )
 ELASTIC_BUGS["a newcomer is rank 0 while an older rank lives"] = lambda: patch.object(
-    Staffing,
+    Placement,
     "hosts_in_order",
     lambda self, now: order_hosts(
         self._assigned,
@@ -124,14 +124,14 @@ ELASTIC_BUGS["a newcomer is rank 0 while an older rank lives"] = lambda: patch.o
 )
 
 
-def _without_a_limit(self: Staffing, now: float) -> list[Worker]:
+def _without_a_limit(self: Placement, now: float) -> list[Worker]:
     holders = self.last_holders(now)
     return [each for each in self._divide(now)[1] if each not in holders]
 
 
 ELASTIC_BUGS["hosts that come back make more ranks than the job may have"] = lambda: patch.object(
-    Staffing, "unwanted", _without_a_limit
+    Placement, "unwanted", _without_a_limit
 )
 ELASTIC_BUGS["a rank that has to leave takes the last commit with it"] = lambda: patch.object(
-    Staffing, "_with_last_commit", lambda self, chosen, now: chosen
+    Placement, "_with_last_commit", lambda self, chosen, now: chosen
 )

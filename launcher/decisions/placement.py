@@ -18,7 +18,7 @@ from hvdlite.launcher.decisions.commands import (
 )
 from hvdlite.launcher.decisions.failures import FOREVER, Failures
 from hvdlite.launcher.decisions.hosts import Hosts, Stand, order_hosts
-from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
 
 # How long a worker that was told to end may take, until SIGTERM and until SIGKILL.
 TERMINATE_SECONDS = 10.0
@@ -38,20 +38,20 @@ class Vacancy:
     start_at: float
 
 
-class Staffing:
+class Placement:
     """Gives each usable slot a worker, up to the most that the job may have."""
 
     def __init__(
         self,
         plan: ElasticPlan,
         hosts: Hosts,
-        roster: Roster,
+        workers: Workers,
         failures: Failures,
         order: Callable[[Command], None],
     ) -> None:
         self._plan = plan
         self._hosts = hosts
-        self._roster = roster
+        self._workers = workers
         self._failures = failures
         self._order = order
         self._assigned: Sequence[str] = ()  # The hosts of the last world, each once.
@@ -61,7 +61,7 @@ class Staffing:
 
     def hosts_in_order(self, now: float) -> list[str]:
         """Return the usable hosts: those with ranks of the last world first, in its order."""
-        living = {worker.host for worker in self._roster.living() if worker.number in self._ranks}
+        living = {worker.host for worker in self._workers.living() if worker.number in self._ranks}
         # A newcomer must not be rank 0 because all ranks of the first host have died.
         assigned = sorted(self._assigned, key=lambda host: host not in living)
         hosts = [*self._hosts.usable(now), *(each.host for each in self.last_holders(now))]
@@ -93,14 +93,14 @@ class Staffing:
             return []
         if not self._hosts.may_take_over(now):
             return []
-        return [each for each in self._roster.living() if each.number in self._ranks]
+        return [each for each in self._workers.living() if each.number in self._ranks]
 
     def _divide(self, now: float) -> tuple[list[Worker], list[Worker]]:
         """Return the living workers that have slots, and those whose slots have gone."""
         usable = self._hosts.usable(now)
         staying: list[Worker] = []
         gone: list[Worker] = []
-        for host in {worker.host: None for worker in self._roster.living()}:
+        for host in {worker.host: None for worker in self._workers.living()}:
             workers = self.in_order(host)
             staying += workers[: usable.get(host, 0)]
             gone += workers[usable.get(host, 0) :]
@@ -108,7 +108,7 @@ class Staffing:
 
     def in_order(self, host: str) -> list[Worker]:
         """Return the living workers of a host: its ranks in their order, then the newcomers."""
-        living = [worker for worker in self._roster.on(host) if worker.living]
+        living = [worker for worker in self._workers.on(host) if worker.living]
         new = len(self._ranks)
         return sorted(living, key=lambda each: (self._ranks.get(each.number, new), each.number))
 
@@ -162,14 +162,14 @@ class Staffing:
         """Return the slots that should have a worker and have none, in the order of hosts."""
         usable = self._hosts.usable(now)
         unwanted = {worker.number for worker in self.unwanted(now)}
-        holders = [each for each in self._roster if each.holds_slot]
+        holders = [each for each in self._workers if each.holds_slot]
         unwanted |= {worker.number for worker in self.last_holders(now)}
         room = self._most() - sum(each.number not in unwanted for each in holders)
         result = []
         for host in order_hosts(self.hosts_in_order(now), usable):
-            taken = {each.slot for each in self._roster.on(host) if each.holds_slot}
+            taken = {each.slot for each in self._workers.on(host) if each.holds_slot}
             free = [slot for slot in range(usable[host]) if slot not in taken]
-            ending = {each.slot for each in self._roster.on(host) if each.ending}
+            ending = {each.slot for each in self._workers.on(host) if each.ending}
             # A worker beyond the slots of its host holds one of them until it has ended.
             for slot in free[: max(0, usable[host] - len(taken))]:
                 if room > 0:
@@ -184,7 +184,7 @@ class Staffing:
     def planned_hosts(self, now: float) -> dict[str, int]:
         """Return how many workers each host has, or should have: the assignment."""
         unwanted = {worker.number for worker in self.unwanted(now)}
-        living = self._roster.living()
+        living = self._workers.living()
         hosts = Counter(each.host for each in living if each.number not in unwanted)
         hosts.update(each.host for each in self.vacancies(now))
         return {host: hosts[host] for host in self.hosts_in_order(now) if host in hosts}
@@ -219,7 +219,7 @@ class Staffing:
         After one of several losses, a newcomer may have been told the rank that another one is
         expected to have now.
         """
-        living = {(each.host, each.slot): each for each in self._roster.living()}
+        living = {(each.host, each.slot): each for each in self._workers.living()}
         present = [living.get(place) for place in expected]
         told = {each.start_rank for each in present if each and each.number not in self._ranks}
         return {
@@ -243,7 +243,7 @@ class Staffing:
 
     def _start(self, vacancy: Vacancy, rank: int, place: dict[str, int]) -> None:
         replaces = self._failures.failed(vacancy.host, vacancy.slot)
-        worker = self._roster.start(vacancy.host, vacancy.slot, rank, replaces)
+        worker = self._workers.start(vacancy.host, vacancy.slot, rank, replaces)
         place = {**place, "RANK": rank}
         self._order(StartWorker(worker.number, worker.host, worker.slot, rank, place))
 
@@ -265,20 +265,20 @@ class Staffing:
 
     def drop_host(self, host: str, now: float) -> None:
         """End the agent of a host, and all workers there; who prints a traceback may end it."""
-        if any(each.unwinding for each in self._roster.on(host)):
-            for worker in self._roster.on(host):
+        if any(each.unwinding for each in self._workers.on(host)):
+            for worker in self._workers.on(host):
                 if worker.running and not worker.unwinding:
                     self._order(EndWorker(worker.number, kill=True))
             return  # `end_late_ones` ends the agent after the last worker.
         if self._hosts.agent(host).stand is not Stand.ABSENT:
             self._order(DropAgent(host))
             self._hosts.end(host, now)
-        for worker in self._roster.on(host):
+        for worker in self._workers.on(host):
             worker.running = False
 
     def end_late_ones(self, now: float) -> None:
         """End what was told to end and has not, and the agents of hosts that are not used."""
-        for worker in self._roster:
+        for worker in self._workers:
             if not worker.running:
                 continue
             if worker.kill_at is not None and now >= worker.kill_at:
@@ -287,16 +287,16 @@ class Staffing:
             elif worker.terminate_at is not None and now >= worker.terminate_at:
                 worker.terminate_at = None
                 self._order(EndWorker(worker.number, kill=False))
-        self._roster.forget_past()
+        self._workers.forget_past()
         usable = self._hosts.usable(now)
         for host in self._hosts.with_agents():
-            if host not in usable and not any(each.running for each in self._roster.on(host)):
+            if host not in usable and not any(each.running for each in self._workers.on(host)):
                 self.drop_host(host, now)
 
     def next_time(self, now: float) -> float | None:
         """Return when a worker may start, or has had its time to end."""
         times = [each.start_at for each in self.vacancies(now) if now < each.start_at < FOREVER]
-        for worker in self._roster:
+        for worker in self._workers:
             if worker.running:
                 times += filter(None, (worker.terminate_at, worker.kill_at))
         return min(times, default=None)

@@ -8,8 +8,8 @@ from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import Command, ElasticPlan, Say, Tell
 from hvdlite.launcher.decisions.failures import Failures
-from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
-from hvdlite.launcher.decisions.staffing import Staffing
+from hvdlite.launcher.decisions.placement import Placement
+from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
 from hvdlite.launcher.decisions.worlds import (
     CheckAgreement,
     Reset,
@@ -42,20 +42,20 @@ BROKEN_SECONDS = 0.05
 OLDER_SECONDS = 1.0
 
 
-class Succession:
+class WorldChanges:
     """The world that runs, and the reset that leads to the next one, if there is any."""
 
     def __init__(
         self,
         plan: ElasticPlan,
-        roster: Roster,
-        staffing: Staffing,
+        workers: Workers,
+        placement: Placement,
         failures: Failures,
         order: Callable[[Command], None],
     ) -> None:
         self._plan = plan
-        self._roster = roster
-        self._staffing = staffing
+        self._workers = workers
+        self._placement = placement
         self._failures = failures
         self._order = order
         self.world: World | None = None
@@ -76,16 +76,16 @@ class Succession:
 
     def living_members(self) -> list[Worker]:
         """Return the ranks that live, in their order."""
-        return self._roster.living(self.members)
+        return self._workers.living(self.members)
 
     def newcomers(self) -> list[Worker]:
         """Return the living workers that are no ranks."""
         members = self.member_set
-        return [each for each in self._roster.living() if each.number not in members]
+        return [each for each in self._workers.living() if each.number not in members]
 
     def kept(self) -> list[Worker]:
         """Return the workers that have returned, and whose results count."""
-        ever = self._roster.ever()
+        ever = self._workers.ever()
         return [each for each in ever if each.stage is Stage.RETURNED and each.counts]
 
     # -- what workers say
@@ -96,7 +96,7 @@ class Succession:
         if self.world is None:
             worker.ready = True
             return
-        hosts = self._staffing.in_expected_order(now)
+        hosts = self._placement.in_expected_order(now)
         members = [[each.number, each.host] for each in hosts]
         rank = hosts.index(worker) if worker in hosts else 0
         self._order(Tell((worker.number,), ["newcomer", rank, members or [[0, worker.host]]]))
@@ -221,7 +221,7 @@ class Succession:
         self.world, self.reset = world, None
         self.member_set = frozenset(world.members)
         self._rounds = ExchangeRounds(world.members)
-        self._staffing.note_world(world.members, world.hosts)
+        self._placement.note_world(world.members, world.hosts)
         for rank, worker in enumerate(chosen):
             worker.ready, worker.epoch = False, world.epoch
             self._order(Tell((worker.number,), world.frame(rank)))
@@ -239,6 +239,6 @@ class Succession:
         """Return the workers that have returned, in rank order of the last world."""
         kept = {each.number for each in self.kept()}
         if self.world is None:
-            order = sorted(kept, key=lambda number: self._roster[number].start_rank)
+            order = sorted(kept, key=lambda number: self._workers[number].start_rank)
             return tuple(order)
         return tuple(number for number in self.line if number in kept)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
-from hvdlite.launcher.agents.agent_job import AgentJob
 from hvdlite.launcher.agents.agent_starters import (
     AgentStarter,
     SpawnedAgents,
@@ -18,6 +17,7 @@ from hvdlite.launcher.agents.agent_starters import (
 )
 from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
 from hvdlite.launcher.agents.group_agents import GroupAgents
+from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.agents.merged_meeting import MergedMeeting
 from hvdlite.launcher.command_line.launcher_choice import GROUPS
 from hvdlite.launcher.command_line.options import LaunchOptions
@@ -47,7 +47,7 @@ class AgentsJob(FixedJob):
             AgentConnection(host, self.loop, self._received, self._lost) for host in hosts
         ]
         self._starter = self._make_starter(launcher_environ)
-        self._description = AgentJob(options, environ, hosts)
+        self._description = JobDescription(options, environ, hosts)
         self._cluster: ClusterProcesses | None = None  # Servers, and workers that are no ranks.
         if scheduler is not None and options.cluster is not None:
             self._cluster = ClusterProcesses(

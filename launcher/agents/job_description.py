@@ -19,7 +19,7 @@ from hvdlite.launcher.mpirun.user_arguments import binds_ranks
 SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 
 
-class AgentJob:
+class JobDescription:
     """A job in the words of the channel."""
 
     def __init__(

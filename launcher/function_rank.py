@@ -1,4 +1,4 @@
-"""What a rank of hvdlite.run runs: `python -m hvdlite.launcher.worker`.
+"""What a rank of hvdlite.run runs: `python -m hvdlite.launcher.function_rank`.
 
 The function comes, and the answers go, through files in a directory that only the user may enter.
 Agents have such a directory on each host; under mpirun it is one that all hosts share.
@@ -141,6 +141,6 @@ def dump_error(error: Exception, rank: int = -1) -> bytes:
 
 if __name__ == "__main__":
     # Through the module, so that Raised is pickled under the name that the caller knows.
-    from hvdlite.launcher import worker
+    from hvdlite.launcher import function_rank
 
-    sys.exit(worker.main())
+    sys.exit(function_rank.main())

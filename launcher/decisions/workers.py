@@ -84,7 +84,7 @@ class Worker:
         return self.stage in (Stage.LIVING, Stage.RETURNED)
 
 
-class Roster:
+class Workers:
     """The workers, by number. Iteration leaves out those that are no concern any more."""
 
     def __init__(self) -> None:
