@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hvdlite.ps.cluster.settings import (
     address_towards,
     check_token,
 )
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client, name_of
 from hvdlite.ps.connections.records import OFF, Records
@@ -56,8 +56,8 @@ def run_scheduler(settings: ClusterSettings) -> None:
         nonlocal failed_since
         membership = scheduler.membership
         if membership.failure and failed_since is None:
-            failed_since = time.monotonic()
-        if failed_since is not None and time.monotonic() - failed_since > FAILURE_SECONDS:
+            failed_since = outside.now()
+        if failed_since is not None and outside.now() - failed_since > FAILURE_SECONDS:
             return True
         return membership.is_over
 
@@ -130,16 +130,16 @@ def _own_address(settings: ClusterSettings) -> str:
 
     Raises `HorovodInternalError` where it does not come within the time for the start.
     """
-    end = time.monotonic() + settings.start_seconds
+    end = outside.now() + settings.start_seconds
     while True:
         try:
             return address_towards(settings.scheduler)
         except OSError as error:
-            if time.monotonic() >= end:
+            if outside.now() >= end:
                 where = f"{settings.scheduler} (HVDLITE_SCHEDULER)"
                 why = f"the scheduler's host has no address: {where}: {error}"
                 raise HorovodInternalError(why) from error
-        time.sleep(NAME_SECONDS)
+        outside.sleep(NAME_SECONDS)
 
 
 class _End:
@@ -167,5 +167,5 @@ class _End:
         if workers and (keeps or comes or not self._is_used):
             self._empty_since = None
         elif self._empty_since is None:
-            self._empty_since = time.monotonic()
-        return self._empty_since is not None and time.monotonic() - self._empty_since > LAST_SECONDS
+            self._empty_since = outside.now()
+        return self._empty_since is not None and outside.now() - self._empty_since > LAST_SECONDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import Layout
@@ -188,7 +188,7 @@ def test_a_server_that_no_scheduler_can_write_down_does_not_count(
 ) -> None:
     cluster = new_cluster(1, 1, every=1, updater=Added)
     (trainer,) = trainers(cluster, 1)
-    replace, refused = os.replace, []
+    replace, refused = outside.replace, []
 
     def no_space(source: Any, target: Any) -> None:
         if Path(target).name == "scheduler.json" and len(refused) < 5 and cluster.state._change:
@@ -196,7 +196,7 @@ def test_a_server_that_no_scheduler_can_write_down_does_not_count(
             raise OSError("no space left")
         replace(source, target)
 
-    monkeypatch.setattr(schedulers.os, "replace", no_space)
+    monkeypatch.setattr(outside, "replace", no_space)
     cluster.servers.append(cluster.start_server(1, joins=True))
     add_ones(trainer, lambda: cluster.state.registry.version == 2 and len(refused) == 5)
     assert added_up(trainer) == {trainer.table.clock}

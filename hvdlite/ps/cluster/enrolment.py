@@ -6,7 +6,6 @@ repeated then. While the scheduler is away, nothing changes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from hvdlite.common.base.errors import (
 )
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.cluster.settings import SCHEDULER, ClusterSettings
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Message
@@ -40,7 +40,7 @@ class Enrolment:
         self.number = number
         self._hello: dict[str, Any] = {
             "role": settings.role, "number": number, "address": address,
-            "node_id": settings.node_id or os.urandom(8).hex(),
+            "node_id": settings.node_id or outside.random_bytes(8).hex(),
             "num_servers": settings.num_servers, "num_workers": settings.num_workers,
             "joins": settings.joins,
         }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.logs import log
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.encryption import Encryption
@@ -36,7 +36,7 @@ _Ask = Callable[[Callable[[Message | Exception], None]], object]
 
 def name_of(role: str, words: str) -> bytes:
     """Return a name for this process that no other one has; it begins with its role."""
-    return f"{role} {words[:MOST_WORDS]} {os.getpid()} {os.urandom(16).hex()}".encode()
+    return f"{role} {words[:MOST_WORDS]} {os.getpid()} {outside.random_bytes(16).hex()}".encode()
 
 
 def _nothing() -> None:
@@ -67,7 +67,7 @@ class Client:
         self.memory: SharedMemory | None = None
         with contextlib.suppress(OSError):
             self.memory = SharedMemory()
-        self._thread = threading.Thread(target=self._run, name="hvdlite ps", daemon=True)
+        self._thread = outside.Thread(target=self._run, name="hvdlite ps", daemon=True)
         self._thread.start()
 
     def connect(self, address: str, role: str) -> Connection:
@@ -83,7 +83,7 @@ class Client:
             self._loop, f"@{name}" if near else address, role, self._identity, self._token,
             encryption=self._encryption, memory=self.memory if near else None, far=address,
         )  # fmt: skip
-        connection = Connection(caller)
+        connection = Connection(caller, outside.now)
         self._connections = (*self._connections, connection)
         return connection
 
@@ -184,7 +184,7 @@ class Client:
             return
         times = [connection.look() for connection in self._connections]
         times += [timer.look() for timer in self._timers]
-        seconds = max(0.0, min(times, default=0.0) - time.monotonic()) if times else 60.0
+        seconds = max(0.0, min(times, default=0.0) - outside.now()) if times else 60.0
         for connection in self._connections:
             connection.caller.flush()
         self._loop.run_once(seconds)
@@ -217,11 +217,11 @@ class Client:
 class _Timer:
     def __init__(self, seconds: float, function: Callable[[], object]) -> None:
         self._seconds, self._function = seconds, function
-        self._at = time.monotonic() + seconds
+        self._at = outside.now() + seconds
 
     def look(self) -> float:
         """Call the function if it is time; return when it will be."""
-        now = time.monotonic()
+        now = outside.now()
         if now >= self._at:
             self._at = now + self._seconds
             self._function()

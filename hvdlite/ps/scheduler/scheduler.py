@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.logs import log
 from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Member, Membership
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import TensorSpec
@@ -42,7 +41,7 @@ class Scheduler:
         self, listener: Listener, plan: ClusterPlan, state_file: Path | None = None
     ) -> None:
         self.listener = listener
-        self.membership = Membership(plan, time.monotonic())
+        self.membership = Membership(plan, outside.now())
         self.registry = Registry(plan.num_servers)
         self.left = 0  # How many workers have done their part.
         self._state_file = state_file
@@ -57,7 +56,8 @@ class Scheduler:
         }  # fmt: skip
         self._change: Change | None = None  # Of the number of servers, which is under way.
         self._wanted = plan.num_servers
-        self._job = os.urandom(8).hex()  # By which servers know whose snapshots they find.
+        # By which servers know whose snapshots they find.
+        self._job = outside.random_bytes(8).hex()
         self._turns = CheckpointOrder()
         # What members have said in their beats: the layout in which they are, and their tables.
         self._standing: dict[bytes, tuple[int, frozenset[str]]] = {}
@@ -66,7 +66,7 @@ class Scheduler:
             state_file.parent.mkdir(parents=True, exist_ok=True)
         if state_file is not None and state_file.exists():
             state = json.loads(state_file.read_text())
-            self.membership.load(state["membership"], time.monotonic())
+            self.membership.load(state["membership"], outside.now())
             self.registry.load(state["registry"])
             self._wanted, self._job = state["wanted"], state["job"]
             self.barrier.load(state["met"])
@@ -77,7 +77,7 @@ class Scheduler:
         """Answer until `ended`, which is called at least twice a second."""
         while not ended():
             received = self.listener.receive(LOOK_SECONDS)
-            answers = self.membership.tick(time.monotonic())
+            answers = self.membership.tick(outside.now())
             if received is not None:
                 answers += self.answer(*received)
             self._look_at_change()
@@ -142,8 +142,8 @@ class Scheduler:
             else:
                 self._obstacle = ""
                 self._change = Change(
-                    time.time_ns(), rebalance(layout, wanted), layout, self.registry.modes(),
-                    self._roll(),
+                    outside.rising_number(), rebalance(layout, wanted), layout,
+                    self.registry.modes(), self._roll(),
                 )  # fmt: skip
         elif change.look(self.membership.workers()):
             before = self.registry.layout, self.registry.version
@@ -157,7 +157,7 @@ class Scheduler:
 
     def _warn_of(self, obstacle: str) -> None:
         """Say what a change waits for, where it has waited for long."""
-        now = time.monotonic()
+        now = outside.now()
         if obstacle != self._obstacle:
             self._obstacle, self._warns_at = obstacle, now + WARNING_SECONDS
         elif now >= self._warns_at:
@@ -177,7 +177,7 @@ class Scheduler:
     def _find_obstacle(self, servers: int) -> str:
         """Return why so many servers cannot come or go now; empty: they can."""
         members, registry = self.membership.members, self.registry
-        roll, now = self._roll(), time.monotonic()
+        roll, now = self._roll(), outside.now()
         peers = {peer for peer, _ in roll.values()}
         self._standing = {peer: each for peer, each in self._standing.items() if peer in peers}
         for number in range(servers):
@@ -259,7 +259,7 @@ class Scheduler:
 
     def _turn(self, peer: bytes, message: Message) -> list[Answer]:
         member = self._member(peer)
-        workers, now = self.membership.workers(), time.time_ns()
+        workers, now = self.membership.workers(), outside.rising_number()
         body = self._turns.ask(member.number, message.request, message.body, workers, now)
         return [] if body is None else [_answer(peer, message, "turn", **body)]
 
@@ -275,7 +275,7 @@ class Scheduler:
         if role_of(peer) != body["role"]:
             raise ValueError(f"a {role_of(peer)} says that it is a {body['role']}")
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
-        answers = self.membership.hello(peer, message.request, hello, time.monotonic())
+        answers = self.membership.hello(peer, message.request, hello, outside.now())
         reached = self.registry.reached
         answers = [
             Answer(to, each._replace(body={**each.body, **self._describe(), "reached": reached}))
@@ -290,7 +290,7 @@ class Scheduler:
         return answers
 
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
-        if not self.membership.beat(peer, time.monotonic()):
+        if not self.membership.beat(peer, outside.now()):
             return [_answer(peer, message, "restarted")]
         tables = message.body["tables"]
         self._standing[peer] = message.body["layout"], frozenset(tables)
@@ -356,13 +356,8 @@ class Scheduler:
             "met": self.barrier.state(),
             "loads": [self._turns.loads, dict(self._turns.steps)],
         }  # fmt: skip
-        temporary = self._state_file.with_suffix(".unfinished")
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._state_file)
+            outside.write_whole(self._state_file, [json.dumps(state).encode()])
         except OSError as error:
             if not self._is_unkept:
                 why = "the scheduler cannot write %s: %s; it is tried again until it can"

@@ -1,15 +1,12 @@
 """Files of saved tables, for snapshots and checkpoints: one writer, and one reader.
 
 A file has the arrays of a `SavedTable` in the format of safetensors, and as its metadata what is to
-be said of them, with their checksums. It is written under another name, synchronized and renamed,
-so that whoever is killed in between leaves no half of it. Nothing is unpickled.
+be said of them, with their checksums. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,28 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.ps.connections import outside
 from hvdlite.ps.tables.saved import SavedTable
 
-SUFFIX, UNFINISHED = ".safetensors", ".unfinished"
+SUFFIX = ".safetensors"
 
 
 def write(path: Path, saved: SavedTable) -> int:
     """Write a file, which is on disk when this returns; return its size. Raises OSError."""
-    temporary = path.with_suffix(UNFINISHED)
-    with open(temporary, "wb") as file:
-        for piece in _pieces_of(saved):
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    os.replace(temporary, path)
-    with contextlib.suppress(OSError):  # Not all systems can synchronize folders.
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    return size
+    return outside.write_whole(path, _pieces_of(saved))
 
 
 def _pieces_of(saved: SavedTable) -> Iterator[bytes | memoryview]:

@@ -9,14 +9,15 @@ import math
 import os
 import queue
 import threading
-import time
 from pathlib import Path
 from urllib.parse import quote
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.logs import log
+from hvdlite.ps.connections import outside
+from hvdlite.ps.connections.outside import UNFINISHED
 from hvdlite.ps.server import saved_files
-from hvdlite.ps.server.saved_files import SUFFIX, UNFINISHED
+from hvdlite.ps.server.saved_files import SUFFIX
 from hvdlite.ps.tables.saved import SavedTable
 
 KEPT = 2
@@ -36,9 +37,9 @@ class SnapshotFolder:
             f"*/*{UNFINISHED}"
         ):  # A predecessor was killed meanwhile.
             unfinished.unlink(missing_ok=True)
-        self._queue: queue.SimpleQueue[SavedTable | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[SavedTable | None] = outside.Queue()
         self._thread: threading.Thread | None = None
-        self._idle = threading.Event()  # Nothing is being written.
+        self._idle = outside.Event()  # Nothing is being written.
         self._idle.set()
         # Tables whose last snapshot has failed -> when another one is made.
         self._missing: dict[str, float] = {}
@@ -66,17 +67,17 @@ class SnapshotFolder:
         What fails is tried again, since descriptors and space may come back, and said. Raises
         HorovodInternalError where it still fails after `MOST_SECONDS`.
         """
-        end, pause = time.monotonic() + MOST_SECONDS, FIRST_PAUSE_SECONDS
+        end, pause = outside.now() + MOST_SECONDS, FIRST_PAUSE_SECONDS
         while True:
             try:
                 self._write_once(snapshot)
                 return
             except OSError as error:
                 why = self._why(snapshot, error)
-                if time.monotonic() >= end:
+                if outside.now() >= end:
                     raise HorovodInternalError(why) from error
                 log.warning("%s; it is tried again", why)
-            time.sleep(pause)
+            outside.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _why(self, snapshot: SavedTable, error: OSError) -> str:
@@ -100,7 +101,7 @@ class SnapshotFolder:
         One that is still being written is awaited: then the newest is never older than two.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hvdlite ps snapshots")
+            self._thread = outside.Thread(target=self._run, name="hvdlite ps snapshots")
             self._thread.start()
         self._idle.wait()
         self._idle.clear()
@@ -113,13 +114,13 @@ class SnapshotFolder:
                 self._missing.pop(snapshot.described.name, None)
             except OSError as error:
                 log.warning("%s; it is tried again", self._why(snapshot, error))
-                again = time.monotonic() + LONGEST_PAUSE_SECONDS
+                again = outside.now() + LONGEST_PAUSE_SECONDS
                 self._missing[snapshot.described.name] = again
             self._idle.set()
 
     def is_missing(self, table: str) -> bool:
         """Return whether the last snapshot of a table has failed, and is to be tried again now."""
-        return time.monotonic() >= self._missing.get(table, math.inf)
+        return outside.now() >= self._missing.get(table, math.inf)
 
     def keep_only(self, layout: int) -> None:
         """Remove the snapshots of layouts that do not count: not yet, or not any more."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE
 from hvdlite.ps.server.checkpoints import remote_error
@@ -76,7 +76,7 @@ def _make(
             return phases.save() if what == SAVE else phases.load()
         except (_AgainError, MovedError):
             repeat += 1
-            time.sleep(LOOK_SECONDS)
+            outside.sleep(LOOK_SECONDS)
         except Exception:
             if what == SAVE:
                 with suppress(Exception):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from hvdlite.common.plain.handles import Handle
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.tables.clocks import SYNC
@@ -26,7 +26,7 @@ class Gate:
 
     def __init__(self, clock: Callable[[], int], failed: Callable[[], bool]) -> None:
         self._clock, self._failed = clock, failed
-        self._changed = threading.Condition()
+        self._changed = outside.Condition()
         self._unanswered = 0
         self._step = -1  # Of the push that has passed last.
         self._border: int | None = None  # The first step that may not pass; None: all may.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime.current import find as find_runtime
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import ANSWER_SECONDS, WORKER, ClusterSettings, check_token
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client, name_of
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.connections.records import Records
@@ -95,7 +95,7 @@ class Worker:
         self._enrolment.fail_requests(self.failure)
 
     def _watch(self) -> None:
-        now = time.monotonic()
+        now = outside.now()
         for link in self._servers.values():
             link.watch(now, self._silence_seconds)
 

@@ -1,0 +1,64 @@
+"""What a process of a cluster takes from outside: time, chance, threads and files.
+
+All rooms of `hvdlite.ps` ask this module, by its name, so that a simulated world can stand in for
+it (see docs/simulation.md). What is outside besides are the ends of connections: see `channel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+now = time.monotonic
+rising_number = time.time_ns  # Higher than those that a predecessor of this process was given.
+sleep = time.sleep
+random_bytes = os.urandom
+Thread, Event, Condition, Queue = (
+    threading.Thread, threading.Event, threading.Condition, queue.SimpleQueue,
+)  # fmt: skip
+replace = os.replace
+UNFINISHED = ".unfinished"  # Of a file that is being written.
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Return an empty file to write to."""
+    return open(path, "wb")
+
+
+def sync(file: BinaryIO) -> None:
+    """Let what was written be on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Let new names of files be on disk; not all systems can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
+    """Write a file, which is on disk when this returns; return its size. Raises OSError.
+
+    It is written under another name, synchronized and renamed, so that whoever is killed in between
+    leaves no half of it.
+    """
+    temporary = path.with_suffix(UNFINISHED)
+    with new_file(temporary) as file:
+        for piece in pieces:
+            file.write(piece)
+        sync(file)
+        size = file.tell()
+    replace(temporary, path)
+    sync_folder(path.parent)
+    return size
