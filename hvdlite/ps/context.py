@@ -113,8 +113,9 @@ def save(directory: str | os.PathLike[str]) -> None:
     and the others wait when they need the next; in the other modes, a server has those that have
     come.
 
-    Raises `OSError`, `ValueError` for a folder with anything else in it or before anything lies on
-    the servers, and `HorovodInternalError` where a server is lost for good.
+    Raises `OSError`, `ValueError` for a folder with anything else in it, before anything lies on
+    the servers and, in sync, in a worker that has come back and makes a step again that some
+    servers have, and `HorovodInternalError` where a server is lost for good.
     """
     checkpoints.save(worker(), directory)
 

@@ -25,6 +25,7 @@ from tests.ps.cluster import (
     Cluster,
     Trainer,
     bits,
+    gradients_of,
     in_threads,
     train_in_one,
     trainers,
@@ -99,6 +100,31 @@ def test_training_goes_on_with_other_servers(
         "layout.json",
         *(f"t.{n:05d}-of-{servers:05d}.safetensors" for n in range(servers)),
     ]
+
+
+@pytest.mark.parametrize("act", [save, load])
+def test_a_worker_that_makes_a_step_again_saves_and_loads_after_it(
+    new_cluster: NewCluster, tmp_path: Path, saved: Path, act: Callable[[Trainer, Path], Any]
+) -> None:
+    """One of two servers has its push of that step: their versions differ until it has made it."""
+    cluster = new_cluster(2, 2, updater=Adam, folder="second")
+    first, second = trainers(cluster, 2)
+    to_all([first, second], lambda trainer: load(trainer, saved))
+    to_all([first, second], lambda trainer: trainer.train(3))
+    first.push()
+    (shard, _), ended = second.table._shards, threading.Event()
+    payloads = second.table._cut(gradients_of(3 + 5, 1), 0)
+    second.worker._client.call(lambda: shard.push({}, payloads, lambda _: ended.set()))
+    assert ended.wait(20)
+    second.worker.close()
+    again = Trainer(cluster.worker("worker 1", 1))
+    load(again, saved)  # It comes when others have made steps, and loads nothing.
+    folder = tmp_path / "again" if act is save else saved
+    with pytest.raises(ValueError, match=r"server 0: the table 't' has 4 steps, .* finished 3"):
+        act(again, folder)
+    assert act is load or not folder.exists()
+    to_all([first, again], lambda trainer: trainer.train(4))
+    act(again, folder)
 
 
 def test_all_workers_may_save_one_after_another(

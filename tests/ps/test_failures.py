@@ -210,6 +210,36 @@ def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(
         assert 2 <= connection.resent - count <= most
 
 
+def test_a_worker_whose_place_another_one_has_ends_with_an_error_that_names_both(
+    new_cluster: NewCluster,
+) -> None:
+    """It lives, and throws its successor out nowhere."""
+    cluster = new_cluster(2, 2)
+    first, second = trainers(cluster, 2)
+    in_threads(lambda: first.train(3), lambda: second.train(3))
+    again = Trainer(cluster.worker("worker 1 is started twice", 1))
+    says = r"worker 1 is the process \d+@\S+ now, and this is the process \d+@\S+, which"
+    with pytest.raises(HorovodInternalError, match=says):
+        second.train(4)
+    wait_until(lambda: "the scheduler says: worker 1 is the process" in second.worker.failure)
+    in_threads(lambda: first.train(9), lambda: again.train(9))
+    assert bits(first.values) == bits(again.values) == train_in_one(9, both)
+
+
+def test_a_server_whose_place_another_one_has_ends_with_an_error_that_names_both(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(1, 1, every=1)
+    (trainer,) = trainers(cluster, 1)
+    trainer.train(3)
+    former = cluster.servers[0]
+    cluster.servers[0] = cluster.start_server(0)
+    former.wait()
+    assert "server 0 is the process" in str(former.error)
+    trainer.train(9)
+    assert bits(trainer.values) == train_in_one(9, lambda _: [0])
+
+
 def test_a_worker_killed_between_two_pushes_does_its_step_again(new_cluster: NewCluster) -> None:
     """One server has its push, and has even finished the step; the other has not."""
     cluster = new_cluster(2, 2)

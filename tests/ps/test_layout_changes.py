@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from hvdlite.ps.scheduler import scheduler as schedulers
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.scaling import Change
 from hvdlite.ps.server.snapshots import SnapshotFolder
-from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Clocks, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.tables.saved import SavedTable
@@ -249,14 +250,14 @@ def test_the_border_of_ssp_asks_for_no_step_where_all_servers_have_the_same() ->
     assert change.borders == {"t": {0: 9, 1: 4}}
 
 
-def a_change(mode: str) -> Change:
-    old, new = Layout((), (), 2), Layout((), (), 3)
+def a_change(mode: str, servers: int = 2) -> Change:
+    old, new = Layout((), (), servers), Layout((), (), 3)
     return Change(1, new, old, {"t": mode}, {})
 
 
 @pytest.mark.parametrize(
     ("mode", "borders"),
-    [(SYNC, {0: 7, 1: 7}), (SSP, {0: 6, 1: 6}), (ASYNC, {0: 6, 1: 4})],
+    [(SYNC, {0: 7, 1: 7}), (SSP, {0: 6, 1: 4}), (ASYNC, {0: 6, 1: 4})],
 )
 def test_the_border_is_what_any_server_has(mode: str, borders: dict[int, int]) -> None:
     """Worker 0 has returned at step 5, of which one server has its push; one has the version 7."""
@@ -278,6 +279,69 @@ def test_the_border_is_what_any_server_has(mode: str, borders: dict[int, int]) -
     assert not change.look([0, 1])
     change.ready.add(2)
     assert change.look([0, 1])
+
+
+class Stale:
+    """Workers of ssp and what the servers know of them, as a job that somebody disturbs."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        workers, servers = self.dice.randint(1, 4), self.dice.randint(1, 3)
+        mode = Mode(SSP, self.dice.randint(0, 3))
+        self.clocks = [Clocks(mode, 0, dict.fromkeys(range(workers), 0)) for _ in range(servers)]
+        # Of each worker: its next step at each server. One that has pulled for it may push it.
+        self.steps = [[0] * servers for _ in range(workers)]
+        self.pulled = [False] * workers
+
+    def act(self, worker: int, *, may_stop: bool = True) -> bool:
+        """Let a worker pull, or push to some servers at least; return whether it could."""
+        steps = self.steps[worker]
+        if not self.pulled[worker]:
+            may = all(each.may_pull(step) for each, step in zip(self.clocks, steps, strict=True))
+            self.pulled[worker] = may
+            return may
+        lowest = min(steps)
+        for server in self.dice.sample(range(len(steps)), len(steps)):
+            if steps[server] == lowest:
+                self.clocks[server].push(worker, lowest)
+                steps[server] += 1
+                if may_stop and self.dice.random() < 0.2:
+                    return True
+        self.pulled[worker] = False
+        return True
+
+    def kill(self, worker: int) -> None:
+        """Let it begin where it can at all servers, as `TableShards` does."""
+        lowest = min(each.finished[worker] for each in self.clocks)
+        self.steps[worker] = [lowest] * len(self.clocks)
+        self.pulled[worker] = False
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whoever_repeats_steps_of_ssp_comes_to_its_border_alone(seed: int) -> None:
+    """All others stand at theirs, at which they may have come to their end."""
+    job = Stale(seed)
+    workers = range(len(job.steps))
+    for _ in range(60):
+        job.act(job.dice.choice(workers))
+        if job.dice.random() < 0.1:
+            job.kill(job.dice.choice(workers))
+    change = a_change(SSP, len(job.clocks))
+    for worker in workers:
+        change.report(worker, {"t": min(job.steps[worker])})
+    change.look(workers)
+    for server, clocks in enumerate(job.clocks):
+        change.stand(server, {"t": (0, dict(clocks.finished))})
+    change.look(workers)
+    assert change.borders is not None
+    borders = change.borders["t"]
+    for worker in workers:
+        made = max(clocks.finished[worker] for clocks in job.clocks)
+        assert borders[worker] == made  # None is asked for a step that it has not made before.
+        while min(job.steps[worker]) < made:
+            assert job.act(worker, may_stop=False)
+    for clocks in job.clocks:
+        assert clocks.finished == borders
 
 
 def test_what_a_change_has_saved_displaces_nothing_until_it_counts(tmp_path: Path) -> None:

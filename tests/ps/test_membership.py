@@ -82,6 +82,23 @@ def test_a_server_that_is_started_again_has_its_number_and_a_new_incarnation() -
     assert answer.message.body["servers"] == [[0, "tcp://elsewhere", 3]]
 
 
+def test_of_two_processes_with_one_number_the_first_is_refused_and_both_are_named() -> None:
+    cluster = Membership(ClusterPlan(1, 1), 0.0)
+    first, second = b"worker 0 17@one f00", b"worker 0 23@two ba7"
+    mine = hello(WORKER, "x", 0, (1, 1))
+    assert cluster.hello(first, 1, mine, 0.0) == []
+    assert cluster.hello(second, 1, hello(WORKER, "y", 0, (1, 1)), 1.0) == []
+    for _ in range(2):
+        (answer,) = cluster.hello(first, 2, mine, 2.0)  # It still waits, and asks again.
+        assert (answer.peer, answer.message.kind) == (first, "refused")
+        why = answer.message.body["why"]
+        assert "worker 0 is the process 23@two now, and this is the process 17@one" in why
+        assert not answer.message.body["failed"]
+    (server, welcome) = sorted(cluster.hello(b"s", 1, hello(SERVER, "s", 0, (1, 1)), 3.0))
+    assert (server.peer, welcome.peer) == (b"s", second)
+    assert not cluster.beat(first, 4.0) and cluster.beat(second, 4.0)
+
+
 def test_an_independent_worker_that_is_silent_is_left_out_until_it_returns() -> None:
     cluster = formed(independent=True, worker_seconds=30)
     cluster.beat(b"s", 30.0)

@@ -147,9 +147,13 @@ class Enrolment:
             if done is not None:
                 done(message)
         elif message.kind == "refused":
-            if not self._welcome.poll():
-                kind = HorovodInternalError if message.body.get("failed") else ConfigError
-                self._welcome.fail(kind(f"the scheduler says: {message.body['why']}"))
+            why = f"the scheduler says: {message.body['why']}"
+            if self._welcome.poll():  # It was a member.
+                self._client.on_failure(HorovodInternalError(why))
+            elif message.body.get("failed"):
+                self._welcome.fail(HorovodInternalError(why))
+            else:
+                self._welcome.fail(ConfigError(why))
         elif message.kind == "welcome":
             self.number = self._hello["number"] = message.body["number"]
             self._changed(message.body)

@@ -2,8 +2,9 @@
 
 Processes say hello until all that are needed have come. Each gets a number among those of its role.
 One that comes again under its node id, or takes the place of one that was lost, gets the number of
-its predecessor and a higher incarnation, by which its peers see that it has forgotten them. Workers
-of a job (ranks) are watched by the job; independent ones leave when they have been silent for long.
+its predecessor and a higher incarnation, by which its peers see that it has forgotten them. The
+predecessor, should it still live, is refused from then on. Workers of a job (ranks) are watched by
+the job; independent ones leave when they have been silent for long.
 
 This module never sends, sleeps or reads a clock.
 """
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hvdlite.ps.connections.messages import Answer, Message
+from hvdlite.ps.connections.messages import Answer, Message, two_processes
 
 SERVER, WORKER = "server", "worker"
 ROLES = (SERVER, WORKER)
@@ -83,6 +84,8 @@ class Membership:
     _hellos: dict[bytes, int] = field(default_factory=dict)  # Peer -> the request to be answered.
     # Peers that have left: what they sent before they heard the answer must not take them in again.
     _gone: set[bytes] = field(default_factory=set)
+    # Peers whose places others have taken -> the places.
+    _replaced: dict[bytes, tuple[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """All servers of the plan are in use."""
@@ -98,10 +101,16 @@ class Membership:
             return [_refuse(peer, request, why)]
         if self.failure:
             return [_refuse(peer, request, self.failure, failed=True)]
+        if (place := self._replaced.get(peer)) in self.members:
+            role, number = place
+            present = self.members[place].peer
+            return [_refuse(peer, request, two_processes(f"{role} {number}", present, peer))]
         member = self._member_for(peer, hello)
         if member is None:
             most = self.plan.most(hello.role)
             return [_refuse(peer, request, f"all {most} {hello.role}s are there")]
+        if member.peer not in (b"", peer):
+            self._replaced[member.peer] = member.role, member.number
         member.peer, member.heard, member.lost = peer, now, False
         member.address = hello.address
         self._hellos[peer] = request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,15 +29,20 @@ from hvdlite.ps.layouts.blocks import Array
 
 CLOSED = "this process has left its parameter servers: its connections are closed"
 
-MOST_WORDS = 64  # Of the name that a user gives to a process.
+# Of the name that a user gives to a process, and of that of its host, in characters.
+MOST_WORDS, MOST_HOST = 48, 64
 
 _Call = Callable[[], object]
 _Ask = Callable[[Callable[[Message | Exception], None]], object]
 
 
 def name_of(role: str, words: str) -> bytes:
-    """Return a name for this process that no other one has; it begins with its role."""
-    return f"{role} {words[:MOST_WORDS]} {os.getpid()} {outside.random_bytes(16).hex()}".encode()
+    """Return a name for this process that no other one has.
+
+    Its first word is the role, and the last but one says for people which process it is.
+    """
+    process = f"{os.getpid()}@{socket.gethostname()[:MOST_HOST]}"
+    return f"{role} {words[:MOST_WORDS]} {process} {outside.random_bytes(16).hex()}".encode()
 
 
 def _nothing() -> None:

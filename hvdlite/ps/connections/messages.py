@@ -75,6 +75,16 @@ def role_of(peer: bytes) -> str:
     return peer.partition(b" ")[0].decode(errors="replace")
 
 
+def two_processes(member: str, present: bytes, former: bytes) -> str:
+    """Return what a process hears whose place another one has, though it lives; see `name_of`."""
+    now, before = (peer.decode(errors="replace").split(" ")[-2:][0] for peer in (present, former))
+    return (
+        f"{member} is the process {now} now, and this is the process {before}, which was {member} "
+        "before and still runs: end a process before its successor begins, and give no two of them "
+        "the same number or id (HVDLITE_NODE_NUMBER, HVDLITE_NODE_ID)"
+    )
+
+
 def pack(message: Message) -> bytes:
     """Return the head of a message."""
     packed: bytes = msgpack.packb((*message[:5], message.body))

@@ -7,9 +7,10 @@ it took part, and a server that comes again has begun its own. Then
 1. all workers hold their pushes back, and say which step of each table each would push next;
 2. all servers say which steps they have. Some may have a step more than others, and than a worker
    that was lost meanwhile and is to make it again;
-3. the border of a worker is the highest of these steps, in sync of all workers, and in ssp, too,
-   where somebody is behind its border and may have to wait for the others on the way there. Who is
-   behind goes on up to its border. So all servers have the same pushes, each of them once;
+3. the border of a worker is the highest of its steps, and in sync that of all workers. Who is
+   behind goes on up to its border. So all servers have the same pushes, each of them once. In ssp
+   nobody waits on the way there: it makes steps again that some servers have, whose pulls they had
+   answered before, and no clock goes back;
 4. every server that stands at the border sends what others keep in the next layout to them. Those
    write it down, and say that they are ready;
 5. when all are ready, the next layout counts, as soon as the scheduler has written that down.
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.ps.layouts.layout import Layout, Move, moves
-from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.tables.clocks import SYNC
 
 
 @dataclass
@@ -70,17 +71,14 @@ class Change:
         return self.borders is not None and self.ready >= set(range(self.servers()))
 
     def _border(self, table: str, mode: str) -> dict[int, int]:
-        here = {worker: clocks[table] for worker, clocks in self.clocks.items() if table in clocks}
-        own, version = here, 0
+        own = {worker: clocks[table] for worker, clocks in self.clocks.items() if table in clocks}
+        version = 0
         for stands in self.stands.values():
             of_server, finished = stands.get(table, (0, {}))
             version = max(version, of_server)
             own = {worker: max(step, finished.get(worker, 0)) for worker, step in own.items()}
-        # A worker of ssp may have made all its steps, so that none is asked for without need.
-        if mode == ASYNC or (mode == SSP and own == here):
-            return own
-        top = max([*own.values(), version if mode == SYNC else 0])
-        return dict.fromkeys(own, top)
+        # Elsewhere a worker may have made all its steps: none is asked for without need.
+        return dict.fromkeys(own, max([*own.values(), version])) if mode == SYNC else own
 
     def moves_of(self, server: int) -> list[Move]:
         """Return what a server has to send and to take."""

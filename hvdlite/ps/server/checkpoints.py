@@ -98,10 +98,19 @@ class ServerCheckpoints:
         return {}
 
     def _is_behind(self, name: str, clock: int, *_: object) -> bool:
-        """Whether the table lacks steps that the worker has finished."""
+        """Whether the table lacks steps that the worker has finished.
+
+        Raises ValueError where it has more of sync than those: other servers may have fewer.
+        """
         table = self._server.tables.get(name)
         if table is None or not table.begun:
             return True
+        if table.clocks.mode.name == SYNC and table.version > clock:
+            raise ValueError(
+                f"the table {name!r} has {table.version} steps, and the worker that saves or loads "
+                f"has finished {clock}: it has come back, and makes steps again that some servers "
+                "have. Call it after the next step"
+            )
         return table.clocks.mode.name == SYNC and table.version < clock
 
     def _write(self, body: Body) -> dict[str, Any]:

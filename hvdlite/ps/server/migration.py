@@ -54,11 +54,7 @@ class Migration:
         """Do what can be done, as the scheduler's latest news say."""
         if news.get("layout", 0) > self._server.layout:
             self._switch(news["layout"])
-        standing = self.standing()
-        tables = [(name, version > 0) for name, version in standing["tables"].items()]
-        if self._standing != (standing["layout"], tables):
-            self._standing = standing["layout"], tables
-            self._client.call(self._tell)
+        self._tell_news()
         change = news.get("change")
         if change is None:
             self._begin(0)
@@ -77,6 +73,16 @@ class Migration:
         sources = [self._number] if goes else range(change["old_servers"])
         if all((name, source) in coming for name in self._plan.tables for source in sources):
             self._stage(self._plan, change)
+
+    def _tell_news(self) -> None:
+        """Tell the scheduler of tables that have begun, of first updates, and of the layout."""
+        tables, fresh = self._server.tables, self._server.fresh
+        begun = {name for name in fresh if tables[name].begun}
+        updated = {name for name in begun if tables[name].version}
+        fresh -= updated
+        if updated or self._standing != (self._server.layout, begun):
+            self._standing = self._server.layout, begun - updated
+            self._client.call(self._tell)
 
     def standing(self) -> dict[str, Any]:
         """Return the layout in which this server is, and the versions of tables that have begun."""

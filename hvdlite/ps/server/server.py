@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.channel import Listener
-from hvdlite.ps.connections.messages import REPLACES, Answer, Message, role_of
+from hvdlite.ps.connections.messages import REPLACES, Answer, Message, role_of, two_processes
 from hvdlite.ps.connections.records import OFF, Records
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.server.snapshots import SnapshotFolder
@@ -44,6 +44,7 @@ class Server:
         # Hears that a worker knows a later one.
         self.hear_of_layout: Callable[[int], None] = lambda _layout: None
         self.tables: dict[str, Table] = {}
+        self.fresh: set[str] = set()  # Tables whose beginning or first update may be news.
         self.workers = set(workers)  # That take part, as the scheduler says.
         self._new_updater = new_updater
         self._incarnation = incarnation
@@ -56,6 +57,7 @@ class Server:
         self._tables_of: dict[int, set[str]] = {}  # Of workers that have said hello.
         self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
         self._members: dict[bytes, int] = {}  # The workers that have said hello.
+        self._replaced: dict[bytes, str] = {}  # Those before them -> what they hear.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._ask_table, "push": self._ask_table,
             "pull": self._ask_table, "push_rows": self._ask_table, "pull_rows": self._ask_table,
@@ -71,6 +73,7 @@ class Server:
     def _new_table(self, described: TableDescription) -> Table:
         name = described.name
         self.descriptions[name] = described
+        self.fresh.add(name)
         table_class = RowTable if described.rows else Table
         self.tables[name] = table = table_class(
             name, described.blocks, described.mode, self._new_updater(described),
@@ -93,6 +96,9 @@ class Server:
     def _answers(self) -> Iterator[Answer]:
         """Yield the answers to messages that are here, few enough that none waits for long."""
         received = self.listener.receive(LOOK_SECONDS)
+        if self._snapshots is not None:
+            for name in self._snapshots.missing():
+                self._save(name)
         left = MOST_BYTES_AT_ONCE
         while received is not None:
             yield from self.answer(*received)
@@ -111,6 +117,8 @@ class Server:
         handler = self._handlers.get(message.kind)
         if handler is None:
             return []
+        if why := self._replaced.get(peer):
+            return [self._failed(peer, message, why)]
         if message.kind in OF_LAYOUT and message.incarnation != self.layout:
             self.hear_of_layout(message.incarnation)
         try:
@@ -124,7 +132,10 @@ class Server:
             raise
         except Exception as error:  # A message must not end the server, whatever is in it.
             return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
-        self._save_all()
+        if message.kind in OF_LAYOUT:
+            self._save(message.table)
+        else:
+            self._save_all()
         return answers
 
     def _of_another_layout(self, peer: bytes, message: Message) -> list[Answer]:
@@ -140,6 +151,7 @@ class Server:
             del self._members[old]
             if old != peer:  # A predecessor.
                 self._worker_of.pop(old, None)
+                self._replaced[old] = two_processes(f"worker {worker}", peer, old)
                 self.listener.drop(old)
         self._members[peer] = worker
         welcome = Message("welcome", message.request, message.table, 0, self._incarnation, body)
@@ -152,9 +164,7 @@ class Server:
         return [answer for table in tables for answer in table.look(self.workers)]
 
     def _save_all(self) -> None:
-        if self._snapshots is None:
-            return
-        for name in self.tables:
+        for name in self.tables if self._snapshots is not None else ():
             self._save(name)
 
     def _save(self, name: str) -> None:
@@ -167,7 +177,7 @@ class Server:
         if self._snapshots is None or table is None or not table.begun:
             return
         is_new = table.version - self._saved.get(name, -self._every) >= self._every
-        if not is_new and not self._snapshots.is_missing(name):
+        if not is_new and name not in self._snapshots.missing():
             return
         self._saved[name] = table.version
         if self._every == 1:
@@ -207,6 +217,7 @@ class Server:
             for answer in table.moved():
                 self.listener.send(*answer)
         self.tables.clear()
+        self.fresh.clear()
         self._saved.clear()
         self.layout = layout
         if self._snapshots is not None:

@@ -5,7 +5,6 @@ Each is written beside the older ones, which a server that dies meanwhile leaves
 
 from __future__ import annotations
 
-import math
 import os
 import queue
 import threading
@@ -96,7 +95,7 @@ class SnapshotFolder:
             old.unlink(missing_ok=True)  # The other thread that writes may have done so.
 
     def write_soon(self, snapshot: SavedTable) -> None:
-        """Write a snapshot in a thread; one that fails is said, and is missing (`is_missing`).
+        """Write a snapshot in a thread; one that fails is said, and is `missing`.
 
         One that is still being written is awaited: then the newest is never older than two.
         """
@@ -105,22 +104,22 @@ class SnapshotFolder:
             self._thread.start()
         self._idle.wait()
         self._idle.clear()
+        self._missing.pop(snapshot.described.name, None)
         self._queue.put(snapshot)
 
     def _run(self) -> None:
         while (snapshot := self._queue.get()) is not None:
             try:
                 self._write_once(snapshot)
-                self._missing.pop(snapshot.described.name, None)
             except OSError as error:
                 log.warning("%s; it is tried again", self._why(snapshot, error))
                 again = outside.now() + LONGEST_PAUSE_SECONDS
                 self._missing[snapshot.described.name] = again
             self._idle.set()
 
-    def is_missing(self, table: str) -> bool:
-        """Return whether the last snapshot of a table has failed, and is to be tried again now."""
-        return outside.now() >= self._missing.get(table, math.inf)
+    def missing(self) -> list[str]:
+        """Return the tables whose last snapshots have failed, and are to be tried again now."""
+        return [name for name, again in [*self._missing.items()] if outside.now() >= again]
 
     def keep_only(self, layout: int) -> None:
         """Remove the snapshots of layouts that do not count: not yet, or not any more."""

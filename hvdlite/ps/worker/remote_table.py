@@ -16,7 +16,7 @@ from hvdlite.ps.layouts.layout import Layout, Part
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.description import describe_table
 from hvdlite.ps.tables.gradient_pieces import EarlySender, Gone, rest_of
-from hvdlite.ps.worker.ordered_operations import Begin, MovedError, joined
+from hvdlite.ps.worker.ordered_operations import Begin, MovedError
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.shard import PsRolledBack, Shard
 from hvdlite.ps.worker.table_shards import TableShards
@@ -161,11 +161,8 @@ class RemoteTable(TableShards):
             gone = early.get(server)
             payloads = self._cut(tensors, server, gone) if tensors else []
             rest = gone and rest_of(self._blocks[server], gone, payloads)
-            push = partial(shard.push, body, payloads, rest=rest)
-            pushes.append(partial(self._unless_rolled_back, push))
-        handles = self._client.ask_all(pushes)
-        joined(handles, lambda _: None).on_end(self.gate.answered)
-        return handles
+            pushes.append(partial(shard.push, body, payloads, rest=rest))
+        return self._begin_push(pushes, in_order=False)
 
     def push_early(self, tensor: int, gradient: Callable[[], Array]) -> None:
         """Send what is large of the flat gradient of a tensor, if it goes to another host.

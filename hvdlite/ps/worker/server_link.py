@@ -149,6 +149,8 @@ class ServerLink:
             self._asked = False
         elif message.request in self._requests:
             self._requests.pop(message.request)[1](message)
+        elif message.kind == "failed" and not message.table:  # It does not let this worker in.
+            self.fail(HorovodInternalError(f"server {self.server} says: {message.body['why']}"))
         elif message.kind == "done" and self._left is not None:
             self._left(message)
         else:

@@ -200,19 +200,23 @@ class TableShards:
 
     def _push_parts(self, parts: Sequence[Sequence[Buffer]], body: Mapping[str, Any]) -> Handle:
         """Push a step that the gate has let pass, to each server after what was asked before."""
-        pushes = [
-            partial(self._unless_rolled_back, partial(shard.push, body, payloads))
+        pushes: list[Begin] = [
+            partial(shard.push, body, payloads)
             for shard, payloads in zip(self._shards, parts, strict=True)
         ]
-        handles = self._client.ask_all(
-            [
-                partial(shard.operations.add, push)
-                for shard, push in zip(self._shards, pushes, strict=True)
+        return joined(self._begin_push(pushes, in_order=True), lambda _: None)
+
+    def _begin_push(self, pushes: Sequence[Begin], *, in_order: bool) -> list[Handle]:
+        """Begin a push at all servers in one turn of the client; tell the gate of its end."""
+        begins: list[Begin] = [partial(self._unless_rolled_back, push) for push in pushes]
+        if in_order:
+            begins = [
+                partial(shard.operations.add, begin)
+                for shard, begin in zip(self._shards, begins, strict=True)
             ]
-        )
-        handle = joined(handles, lambda _: None)
-        handle.on_end(self.gate.answered)
-        return handle
+        handles = self._client.ask_all(begins)
+        joined(handles, lambda _: None).on_end(self.gate.answered)
+        return handles
 
     def _pull_parts(
         self, shards: Sequence[Shard], asked: Sequence[Sequence[Buffer]]
