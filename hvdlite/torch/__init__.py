@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
 with without_collecting():
     from hvdlite.common.iterations.trace import trace_iterations
     from hvdlite.common.runtime.public_names import *  # noqa: F403
-    from hvdlite.torch import checkpoint, elastic, mpi_ops
+    from hvdlite.torch import mpi_ops
     from hvdlite.torch.accelerators import register_libraries
     from hvdlite.torch.compression import Compression
     from hvdlite.torch.functions import (
@@ -50,8 +50,12 @@ def _check_has_gpu() -> bool:
 
 if TYPE_CHECKING:  # which would take every name for one that is there
     from hvdlite import data
+    from hvdlite.torch import checkpoint, elastic
 else:
-    __getattr__ = module_getattr(__name__, data="hvdlite.data")
+    __getattr__ = module_getattr(
+        __name__, data="hvdlite.data", checkpoint="hvdlite.torch.checkpoint",
+        elastic="hvdlite.torch.elastic",
+    )  # fmt: skip
 
 __all__ = [
     "Compression",
