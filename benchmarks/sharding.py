@@ -1,18 +1,20 @@
-"""How long a step of a GPT that is cut by columns and rows takes: sharding over hvdlite, and gloo.
+"""How long a step of a GPT that is cut by columns and rows takes: by strategies, by hand, by torch.
 
-    hvdlite-run -np 2 python benchmarks/sharding.py            # hvdlite.torch.sharding
+    hvdlite-run -np 2 python benchmarks/sharding.py            # hvdlite.torch.sharding, and by hand
     hvdlite-run -np 2 python benchmarks/sharding.py --gloo     # parallelize_module over gloo
 
-Needs the extra torch. Both cut the same 6 layers alike, with heads among the ranks, and compute the
-same batch; every rank has one computing thread. Run them in turns, on a machine that does nothing
-else. Prints the time until the first step is done, plan included, and of the steps that follow the
-median and the least.
+Needs the extra torch. All cut the same 6 layers alike, with heads among the ranks, and compute the
+same batch; every rank has one computing thread. By hand are Megatron's collectives on local
+tensors, over hvdlite: with norms of a rank's words (as the plan has it, and as sequence parallelism
+does), and with whole norms and four allreduces in a layer. Steps go in turns within a job; run the
+two jobs in turns, too, on a machine that does nothing else. Prints the time until the first step is
+done, plan included, and of the steps that follow the median and the least.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import copy
 import sys
 import tempfile
 import time
@@ -26,8 +28,11 @@ from torch import nn
 from torch.nn import functional
 
 import hvdlite.torch as hvd
+from hvdlite.torch import sharding
+from hvdlite.torch.sharding.collectives import all_gather, reduce_scatter
 
 WIDTH, HEADS, WORDS, BATCH, LAYERS = 256, 8, 64, 8, 6
+OF_WORDS = ("n1.weight", "n1.bias", "n2.weight", "n2.bias", "out.bias", "down.bias")
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
 
 
@@ -50,6 +55,10 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.n2(x))))
 
 
+def whole_batch() -> torch.Tensor:
+    return torch.randn(BATCH, WORDS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
 def cut_by_torch(model: nn.Sequential) -> tuple[nn.Module, torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -68,21 +77,155 @@ def cut_by_torch(model: nn.Sequential) -> tuple[nn.Module, torch.Tensor]:
     mesh = init_device_mesh("cpu", (hvd.size(),))
     for block in model:
         parallelize_module(block, mesh, styles)
-    return model, torch.randn(BATCH, WORDS, WIDTH)
+    return model, whole_batch()
 
 
-def cut_by_strategies(model: nn.Sequential) -> tuple[nn.Module, torch.Tensor]:
-    from hvdlite.torch import sharding
+def cut_by_strategies(whole_norms: bool) -> Any:
+    def cut(model: nn.Sequential) -> tuple[nn.Module, torch.Tensor]:
+        n = hvd.size()
+        strategies: dict[str, Any] = {}
+        for index in range(LAYERS):
+            strategies |= {f"{index}.{name}": ((1, 1, 1), (1, n)) for name in COLUMNS}
+            strategies |= {f"{index}.{name}": ((1, 1, n), (n, 1)) for name in ROWS}
+            if whole_norms:
+                strategies |= {f"{index}.{name}": ((1, 1, 1), (1,), (1,)) for name in ("n1", "n2")}
+                strategies |= {f"{index}.{name}.add": ((1, 1, 1), (1,)) for name in ROWS}
+                strategies |= {f"{index}.{name}": ((1, 1, 1),) * 2 for name in ("add", "add_1")}
+        share = whole_batch().chunk(n)[hvd.rank()]
+        return sharding.shard(model, example=share, strategies=strategies), share
 
-    hvd.init_process_group()
-    n = hvd.size()
-    for block in model:
-        for name in COLUMNS:
-            sharding.set_strategy(getattr(block, name), ((1, 1, 1), (1, n)))
-        for name in ROWS:
-            sharding.set_strategy(getattr(block, name), ((1, 1, n), (n, 1)))
-    share = torch.randn(BATCH, WORDS, WIDTH).chunk(n)[hvd.rank()]
-    return sharding.shard(model, example=share), share
+    return cut
+
+
+def _gathered(words: torch.Tensor) -> torch.Tensor:
+    """Return all words, of which each rank has its own."""
+    found = words.new_empty(hvd.size(), *words.shape)
+    all_gather(found.view(-1), words.contiguous().view(-1))
+    return found.movedim(0, 1).flatten(1, 2)
+
+
+def _scattered(summands: torch.Tensor) -> torch.Tensor:
+    """Return this rank's words of the sum."""
+    parts = torch.stack(summands.chunk(hvd.size(), 1))
+    found = parts.new_empty(parts.shape[1:])
+    reduce_scatter(found.view(-1), parts.view(-1))
+    return found
+
+
+def _summed(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found)
+    return found
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+class _Exchange(torch.autograd.Function):
+    """What ranks exchange, and what they exchange of its gradient."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Any, there: Any, back: Any) -> Any:
+        context.back = back
+        return there(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return context.back(gradients[0]), None, None
+
+
+class BlockByHand(Block):
+    """This rank's columns and rows of a block, on local tensors, between two exchanges each."""
+
+    to_ranks: Any = (_same, _summed)
+    from_ranks: Any = (_summed, _same)
+
+    def forward(self, x: Any) -> Any:
+        def heads(tensor: Any) -> Any:
+            return tensor.view(*tensor.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+
+        def of_rows(layer: Any, tensor: Any) -> Any:
+            product = functional.linear(tensor, layer.weight)
+            return _Exchange.apply(product, *self.from_ranks) + layer.bias
+
+        y = _Exchange.apply(self.n1(x), *self.to_ranks)
+        query, key, value = heads(self.q(y)), heads(self.k(y)), heads(self.v(y))
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + of_rows(self.out, found.transpose(1, 2).flatten(2))
+        y = _Exchange.apply(self.n2(x), *self.to_ranks)
+        return x + of_rows(self.down, functional.gelu(self.up(y)))
+
+
+class BlockOfWords(BlockByHand):
+    """The same with norms of this rank's words, as Megatron's sequence parallelism has it."""
+
+    to_ranks = (_gathered, _scattered)
+    from_ranks = (_scattered, _gathered)
+
+
+def cut_by_hand(kind: type[BlockByHand]) -> Any:
+    def cut(model: nn.Sequential) -> tuple[nn.Module, torch.Tensor]:
+        n, rank = hvd.size(), hvd.rank()
+        found = nn.Sequential(*[kind() for _ in model])
+        found.load_state_dict(model.state_dict())
+        for block in found:
+            for name in (*COLUMNS, *ROWS):
+                layer, dim = getattr(block, name), 0 if name in COLUMNS else 1
+                layer.weight = nn.Parameter(layer.weight.detach().chunk(n, dim)[rank].clone())
+                if name in COLUMNS:
+                    layer.bias = nn.Parameter(layer.bias.detach().chunk(n)[rank].clone())
+        batch = whole_batch()
+        return found, batch.chunk(n, 1)[rank] if kind is BlockOfWords else batch
+
+    return cut
+
+
+def sum_gradients_of_words(model: nn.Module) -> None:
+    """Add the gradients of parameters that work on a rank's words."""
+    found = [
+        each.grad
+        for name, each in model.named_parameters()
+        if each.grad is not None and name.split(".", 1)[1] in OF_WORDS
+    ]
+    flat = torch.cat([each.view(-1) for each in found])
+    dist.all_reduce(flat)
+    for each, total in zip(found, flat.split([each.numel() for each in found]), strict=True):
+        each.copy_(total.view(each.shape))
+
+
+class Training:
+    """A model that was cut, the time that its first step took, and those of the others."""
+
+    def __init__(self, name: str, cut: Any, model: nn.Sequential) -> None:
+        self.name = name
+        start = time.perf_counter()
+        self.part, self.batch = cut(copy.deepcopy(model))
+        self.optimizer = torch.optim.SGD(self.part.parameters(), 1e-3)
+        self.step()
+        self.first = time.perf_counter() - start
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        loss = self.part(self.batch).square().mean()
+        loss.backward()
+        if isinstance(self.part[0], BlockOfWords):
+            sum_gradients_of_words(self.part)
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def timed_step(self) -> None:
+        dist.barrier()
+        start = time.perf_counter()
+        self.step()
+        self.seconds.append(time.perf_counter() - start)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}, {hvd.size()} ranks: first step after {self.first:.2f} s, then "
+            f"{median(self.seconds) * 1e3:.1f} ms (least {min(self.seconds) * 1e3:.1f})"
+        )
 
 
 def main() -> None:
@@ -94,22 +237,26 @@ def main() -> None:
     torch.manual_seed(0)
     hvd.init()
     model = nn.Sequential(*[Block() for _ in range(LAYERS)])
-    start = time.perf_counter()
-    part, batch = (cut_by_torch if options.gloo else cut_by_strategies)(model)
-    optimizer = torch.optim.SGD(part.parameters(), 1e-3)
-    ends = [time.perf_counter()]
-    for _ in range(options.steps + 1):
-        optimizer.zero_grad()
-        part(batch).square().mean().backward()
-        optimizer.step()
-        ends.append(time.perf_counter())
+    cuts: dict[str, Any] = {
+        "hvdlite.torch.sharding": cut_by_strategies(False),
+        "the same by hand": cut_by_hand(BlockOfWords),
+        "hvdlite.torch.sharding, norms whole": cut_by_strategies(True),
+        "the same by hand, norms whole": cut_by_hand(BlockByHand),
+    }
+    if options.gloo:
+        cuts = {"parallelize_module over gloo": cut_by_torch}
+    else:
+        hvd.init_process_group()
+    trained = [Training(name, cut, model) for name, cut in cuts.items()]
+    for _ in range(options.steps):
+        for each in trained:
+            each.timed_step()
     if hvd.rank() == 0:
-        steps = [b - a for a, b in itertools.pairwise(ends[1:])]
-        name = "parallelize_module over gloo" if options.gloo else "hvdlite.torch.sharding"
-        sys.stdout.write(
-            f"{name}, {hvd.size()} ranks: first step after {ends[1] - start:.2f} s, then "
-            f"{median(steps) * 1e3:.1f} ms (least {min(steps) * 1e3:.1f})\n"
-        )
+        for each in trained:
+            sys.stdout.write(f"{each}\n")
+        for one, other in zip(trained[::2], trained[1::2], strict=False):
+            ratios = [a / b for a, b in zip(one.seconds, other.seconds, strict=True)]
+            sys.stdout.write(f"{one.name} / by hand: {median(ratios):.3f}\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -12,7 +12,13 @@ from torch.nn import functional
 
 from hvdlite.common.layouts.operators import candidates
 from hvdlite.torch import sharding
-from tests.torch.sharded_ranks import Mesh, Result, check_against_one_process, run_sharded
+from tests.torch.sharded_ranks import (
+    Mesh,
+    Result,
+    ThreadCollectives,
+    check_against_one_process,
+    run_sharded,
+)  # fmt: skip
 
 RANKS = [2, 3, 4, 6, 8]
 BATCH, WORDS, WIDTH, HEADS = 24, 6, 48, 24
@@ -140,6 +146,39 @@ def test_columns_and_rows(ranks: int) -> None:
     for name in ("attention.scaled_dot_product_attention", "attention.view"):
         heads = found.plan[name].strategy[0]
         assert ranks in heads, (name, heads)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_two_blocks_exchange(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as by hand: words are gathered and summed twice in a block, and the same back.
+
+    Query, key and value come from one gather, which the plan counts once. Of all gradients that
+    ranks add for norms and biases the sums are one exchange, of none that is not trained.
+    """
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        exchange = getattr(ThreadCollectives, name)
+
+        def run(self: Any, *args: Any) -> Any:
+            if self.rank == 0:
+                calls.append(name)
+            return exchange(self, *args)
+
+        return run
+
+    for name in ("allreduce", "allgather", "reducescatter", "alltoall"):
+        monkeypatch.setattr(ThreadCollectives, name, counted(name))
+    blocks = nn.Sequential(Block(), Block())
+    blocks[0].n1.requires_grad_(False)
+    cuts = {f"{i}.{name}": cut for i in range(2) for name, cut in of_block(ranks).items()}
+    found = check_against_one_process(blocks, [batch()], cuts, ranks)
+    assert calls.count("allgather") == calls.count("reducescatter") == 8
+    assert calls.count("allreduce") == 1
+    assert calls.count("alltoall") == 4, "the batch is cut anew at both ends, forward and back"
+    gathered = {name: found.plan[f"0.attention.{name}"].bytes for name in "qkv"}
+    assert gathered == {"q": batch().nbytes * (ranks - 1) // ranks, "k": 0, "v": 0}
+    assert not {"0.n1.weight", "0.n1.bias"} & set(found.gradients)
 
 
 @pytest.mark.parametrize(("ranks", "rows_of_mesh"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)])

@@ -254,6 +254,11 @@ def layout_of(operand: Operand, cuts: Sequence[int], ranks: int) -> Layout:
     return _layout(operand.axes, tuple(cuts), ranks)
 
 
+def summed_gradient(operand: Operand, cuts: Sequence[int]) -> tuple[int, ...]:
+    """Return the axes along which ranks then have summands of the gradient of the tensor."""
+    return tuple(at for at, n in enumerate(cuts) if n > 1 and at not in operand.axes)
+
+
 @lru_cache(maxsize=1 << 14)
 def _layout(axes: tuple[int | None, ...], cuts: tuple[int, ...], ranks: int) -> Layout:
     last = len(cuts) - 1

@@ -22,11 +22,14 @@ from hvdlite.common.layouts.operators import (
     candidates,
     cuts_of,
     layout_of,
+    summed_gradient,
 )
 from hvdlite.common.layouts.search import Ends, search
 from hvdlite.common.layouts.transfer import bytes_to_receive
 
 PROPAGATION = "propagation"
+# A layout in which an operator wants a tensor, and where ranks have summands of the gradient then.
+Wish = tuple[Layout, tuple[int, ...]]
 DYNAMIC, RECURSIVE = "dynamic_programming", "recursive_programming"
 
 
@@ -134,15 +137,25 @@ def _configured(
 
 
 def _needed_whole(operators: Sequence[Operator]) -> dict[str, set[int]]:
-    """Return by tensor the dimensions that an operator needs whole, now or after others."""
+    """Return by tensor the dimensions that an operator needs whole, now or after others.
+
+    What is added to a tensor of which that is true had better be whole there, too.
+    """
     needed: dict[str, set[int]] = {}
-    for operator in reversed(operators):
+    for operator in [*reversed(operators), *reversed(operators)]:
         later = needed.get(operator.output.tensor, set())
         uncut = operator.uncut | {
             axis
             for dim, axis in enumerate(operator.output.axes)
             if axis is not None and dim in later
         }
+        if not operator.summed:
+            uncut |= {
+                operand.axes[dimension] or 0
+                for operand in operator.inputs
+                for dimension in needed.get(operand.tensor, ())
+                if operand.axes[dimension] is not None
+            }
         for operand in operator.inputs:
             found = {
                 dimension
@@ -151,6 +164,10 @@ def _needed_whole(operators: Sequence[Operator]) -> dict[str, set[int]]:
             }
             needed.setdefault(operand.tensor, set()).update(found)
     return needed
+
+
+def _wish(operand: Operand, cuts: tuple[int, ...], ranks: int) -> Wish:
+    return layout_of(operand, cuts, ranks), summed_gradient(operand, cuts)
 
 
 class _Graph:
@@ -232,30 +249,56 @@ class _Graph:
             key=lambda cuts: (cuts[axis : axis + 1], [-cut for cut in cuts]),
         )
 
-    def _bytes_before(self, operator: Operator, cuts: tuple[int, ...]) -> int:
-        """Return what a rank receives of the outputs of decided operators before this one."""
+    def _bytes_before(
+        self, operator: Operator, cuts: tuple[int, ...], in_order: bool = False
+    ) -> int:
+        """Return what a rank receives of the outputs of decided operators before this one.
+
+        What another decided operator wants alike is received once, and counted there: the first of
+        them counts it if `in_order`.
+        """
         total = 0
-        for operand in operator.inputs:
+        for place, operand in enumerate(operator.inputs):
             producer = self._producer.get(operand.tensor)
-            if producer in self.cuts and producer is not None:
+            if producer not in self.cuts or producer is None:
+                continue
+            wanted = _wish(operand, cuts, self._ranks)
+            alike = [_wish(each, cuts, self._ranks) for each in operator.inputs[:place]
+                     if each.tensor == operand.tensor]  # fmt: skip
+            for name in self._consumers[operand.tensor]:
+                if name == operator.name and in_order:
+                    break
+                if name != operator.name and name in self.cuts:
+                    alike += self._wishes(name, operand.tensor)
+            if wanted not in alike:
                 held = self._layout(producer, self.operators[producer].output)
-                wanted = layout_of(operand, cuts, self._ranks)
-                total += bytes_to_receive(held, wanted, operand.shape, operator.bytes_per_element)
+                total += bytes_to_receive(
+                    held, wanted[0], operand.shape, operator.bytes_per_element
+                )
         return total
 
     def _bytes_after(self, operator: Operator, cuts: tuple[int, ...]) -> int:
         """Return what a rank receives of this output for decided operators after this one."""
         output = operator.output
         held = layout_of(output, cuts, self._ranks)
-        return sum(
-            bytes_to_receive(
-                held, self._layout(consumer, operand), output.shape, operator.bytes_per_element
-            )
+        wishes = {
+            wish
             for consumer in self._consumers.get(output.tensor, [])
             if consumer in self.cuts
-            for operand in self.operators[consumer].inputs
-            if operand.tensor == output.tensor
+            for wish in self._wishes(consumer, output.tensor)
+        }
+        return sum(
+            bytes_to_receive(held, wanted, output.shape, operator.bytes_per_element)
+            for wanted, _ in wishes
         )
+
+    def _wishes(self, name: str, tensor: str) -> list[Wish]:
+        """Return how a decided operator wants a tensor that it takes once, or several times."""
+        return [
+            _wish(operand, self.cuts[name], self._ranks)
+            for operand in self.operators[name].inputs
+            if operand.tensor == tensor
+        ]
 
     def bytes_around(self, operator: Operator, cuts: tuple[int, ...]) -> int:
         """Return all that a rank receives because of an operator."""
@@ -277,7 +320,7 @@ class _Graph:
                 self.cuts[name],
                 tuple(self._layout(name, operand) for operand in operator.inputs),
                 self._layout(name, operator.output),
-                self._bytes_before(operator, self.cuts[name]),
+                self._bytes_before(operator, self.cuts[name], in_order=True),
                 operator.own_bytes(self.cuts[name]) + operator.exchanged_bytes(self.cuts[name]),
             )
             for name, operator in self.operators.items()

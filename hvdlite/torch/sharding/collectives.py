@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 # torch 2.13 has new names, and warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives(Protocol):
@@ -69,12 +69,12 @@ class MeshCollectives:
 
     def allgather(self, flat: torch.Tensor, members: tuple[int, ...]) -> torch.Tensor:
         found = flat.new_empty(flat.numel() * len(members))
-        _all_gather(found, flat, self._group(members))
+        all_gather(found, flat, self._group(members))
         return found
 
     def reducescatter(self, flat: torch.Tensor, members: tuple[int, ...]) -> torch.Tensor:
         found = flat.new_empty(flat.numel() // len(members))
-        _reduce_scatter(found, flat, group=self._group(members))
+        reduce_scatter(found, flat, group=self._group(members))
         return found
 
     def alltoall(

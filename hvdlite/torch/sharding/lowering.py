@@ -6,6 +6,7 @@ wants a tensor in another layout than it has, or computes summands of its gradie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +17,18 @@ from torch.utils._pytree import tree_map
 
 from hvdlite.common.layouts.exchange import along, coordinates_of, repeated, same_parts
 from hvdlite.common.layouts.layout import Layout, whole
-from hvdlite.common.layouts.operators import Operator, layout_of
+from hvdlite.common.layouts.operators import Operator, layout_of, summed_gradient
 from hvdlite.common.layouts.propagation import Choice
 from hvdlite.common.layouts.transfer import bytes_to_receive
 from hvdlite.torch.sharding import pieces
 from hvdlite.torch.sharding.collectives import Collectives
-from hvdlite.torch.sharding.moves import Move, Summed
+from hvdlite.torch.sharding.moves import JoinedSums, Move, Summed
 from hvdlite.torch.sharding.record import Call, is_ref
 from hvdlite.torch.sharding.shares import scale_gradient, share_layout
 from hvdlite.torch.sharding.tracing import Traced
+
+# The gradients of larger parameters are summed one by one, while backward goes on.
+_SMALL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class Lowering:
         self._steps = 0
         self._warnings: list[tuple[str, int]] = []
         self._held_products: dict[str, Call] = {}
+        self._leaf_nodes: dict[Any, str] = {}
         self._wishes = self._all_wishes()
 
     def run(self) -> Lowered:
@@ -128,6 +133,7 @@ class Lowering:
         for name in used:
             node = self._graph.placeholder(f"leaf{len(self._values)}")
             self._values[name] = _Value(node, self._record.shapes[name], self._leaves[name])
+            self._leaf_nodes[node] = name
         for name, tensor in self._record.constants.items():
             buffer = f"constant{len(self._values)}"
             self._root.register_buffer(buffer, tensor, persistent=False)
@@ -138,6 +144,7 @@ class Lowering:
         for call in self._record.calls:
             self._lower(call)
         self._graph.output([self._output(i, n) for i, n in enumerate(self._traced.outputs)])
+        self._join_sums()
         self._graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         self._graph.lint()
         graph = GraphModule(self._root, self._graph, "ShardedPart")
@@ -200,7 +207,7 @@ class Lowering:
         return [
             (
                 layout_of(operand, choice.cuts, self._ranks),
-                tuple(at for at, n in enumerate(choice.cuts) if n > 1 and at not in operand.axes),
+                summed_gradient(operand, choice.cuts),
             )
             for operand in (
                 operator.inputs
@@ -240,6 +247,35 @@ class Lowering:
         self._steps += 1
         self._root.add_module(name, module)
         return self._graph.call_module(name, args)
+
+    def _join_sums(self) -> None:
+        """Take the sums of small gradients, as of biases and norms, by one exchange in the end."""
+        changed = {name for call in self._record.calls for name in (call.changes, *call.updates)}
+        joined: dict[Any, list[Any]] = {}
+        for node in self._graph.nodes:
+            name = self._leaf_nodes.get(next(iter(node.args), None))
+            if name is None or name in changed or node.op != "call_module":
+                continue
+            move = self._root.get_submodule(node.target)
+            if not isinstance(move, Move):
+                continue
+            dtype, layout = self._record.dtypes[name], self._leaves[name]
+            part = math.prod(self._record.shapes[name]) // math.prod(layout.cuts)
+            if move.sums_gradient_among and part * dtype.itemsize <= _SMALL_BYTES:
+                joined.setdefault((move.sums_gradient_among, dtype), []).append(node)
+        after = list(self._leaf_nodes)[-1:]
+        for (members, _), nodes in joined.items():
+            if len(nodes) == 1:
+                continue
+            with self._graph.inserting_after(*after):
+                join = self._module(
+                    JoinedSums(members, self._collectives), tuple(each.args[0] for each in nodes)
+                )
+            for index, node in enumerate(nodes):
+                with self._graph.inserting_after(join):
+                    one = self._graph.call_function(_item, (join, index))
+                node.replace_all_uses_with(one)
+                self._graph.erase_node(node)
 
     # Calls.
 

@@ -33,15 +33,15 @@ class Transfer:
     ) -> None:
         self._collectives = collectives
         rank = collectives.rank
-        self._group = along(held.device_matrix, summed, rank) if summed else (rank,)
+        self.group = along(held.device_matrix, summed, rank) if summed else (rank,)
         self._parts: list[Box] = []
-        if len(self._group) > 1 and scattered(held, summed, wanted, shape):
-            self._parts = [part_of(held, wanted, shape, rank, each) for each in self._group]
+        if len(self.group) > 1 and scattered(held, summed, wanted, shape):
+            self._parts = [part_of(held, wanted, shape, rank, each) for each in self.group]
         self._exchange = exchange(held, wanted, shape, rank)
-        self._stays = same_parts(held, wanted, shape)
-        self.is_nothing = self._stays and len(self._group) == 1
-        if len(self._group) > 1:
-            collectives.join(self._group)
+        self.stays = same_parts(held, wanted, shape)
+        self.is_nothing = self.stays and len(self.group) == 1
+        if len(self.group) > 1:
+            collectives.join(self.group)
         if not self._parts and not self._exchange.is_local:
             collectives.join(self._exchange.members)
 
@@ -49,13 +49,13 @@ class Transfer:
         """Return this rank's part."""
         if self._parts:
             return self._reduce_and_scatter(tensor)
-        if len(self._group) > 1:
-            tensor = self._collectives.allreduce(tensor, self._group)
-        return tensor if self._stays else self._cut_anew(tensor)
+        if len(self.group) > 1:
+            tensor = self._collectives.allreduce(tensor, self.group)
+        return tensor if self.stays else self._cut_anew(tensor)
 
     def _reduce_and_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        sent = torch.cat([_part(tensor, each).reshape(-1) for each in self._parts])
-        return self._collectives.reducescatter(sent, self._group).view(self._exchange.shape)
+        sent = _in_a_row([_part(tensor, each) for each in self._parts], tensor)
+        return self._collectives.reducescatter(sent, self.group).view(self._exchange.shape)
 
     def _cut_anew(self, tensor: torch.Tensor) -> torch.Tensor:
         steps = self._exchange
@@ -68,7 +68,7 @@ class Transfer:
             came = self._collectives.allgather(tensor.contiguous().view(-1), steps.members)
         else:
             parts = [tensor.new_empty(0) if b is None else _part(tensor, b) for b in steps.sends]
-            sent = torch.cat([each.reshape(-1) for each in parts])
+            sent = _in_a_row(parts, tensor)
             receives = [_count(each) for each in steps.receives]
             sends = [each.numel() for each in parts]
             came = self._collectives.alltoall(sent, sends, receives, steps.members)
@@ -86,6 +86,15 @@ class Transfer:
                 _part(whole, box).copy_(part.view([b - a for a, b in box]))
                 start += _count(box)
         return whole
+
+
+def _in_a_row(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the elements of parts, each copied once, whatever its strides."""
+    sizes = [each.numel() for each in parts]
+    found = like.new_empty(sum(sizes))
+    for place, part in zip(torch.split(found, sizes), parts, strict=True):
+        place.view(part.shape).copy_(part)
+    return found
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -152,3 +161,53 @@ class Move(torch.nn.Module):
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the tensor under the other layout."""
         return _moved(tensor, self._there, self._back)
+
+    @property
+    def sums_gradient_among(self) -> tuple[int, ...]:
+        """The ranks among which the gradient is summed, where nothing else is done; or none."""
+        return self._back.group if self._there.is_nothing and self._back.stays else ()
+
+
+class _JoinedSums(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, collectives: Collectives, members: tuple[int, ...], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sum = collectives.allreduce, members
+        found = tuple(each.view_as(each) for each in tensors)
+        trained = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(
+            *(each for each, trains in zip(found, trained, strict=True) if not trains)
+        )
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        allreduce, members = ctx.sum
+        known = [each for each in gradients if each is not None]
+        if not known:
+            return None, None, *gradients
+        flat = torch.cat([each.reshape(-1) for each in known])
+        sums = allreduce(flat, members).split([each.numel() for each in known])
+        left = iter(sums)
+        return (
+            None,
+            None,
+            *(None if each is None else next(left).view(each.shape) for each in gradients),
+        )
+
+
+_joined_sums: Callable[..., tuple[torch.Tensor, ...]] = untraced(_JoinedSums.apply)
+
+
+class JoinedSums(torch.nn.Module):
+    """Tensors as they are, of whose gradients one exchange takes the sums when all are there."""
+
+    def __init__(self, members: tuple[int, ...], collectives: Collectives) -> None:
+        super().__init__()
+        self._members, self._collectives = members, collectives
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors."""
+        return _joined_sums(self._collectives, self._members, *tensors)

@@ -251,7 +251,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name in _CONVOLUTIONS and args[0].ndim == args[1].ndim:
             of_images = images.convolution(function, args, kwargs, result)
             self._layer(function, of_images, args, result, 1)
-        elif name in ("addmm", "baddbmm", "addmv", "addbmm") and name in _PRODUCTS:
+        elif name in _PRODUCTS:
             self._product_and_sum(_PRODUCTS[name], args, kwargs, result)
         elif name in _SEVERAL and function._overloadname in _SEVERAL[name]:
             self._several(name, args, kwargs, result)
