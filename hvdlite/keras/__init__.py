@@ -16,6 +16,7 @@ from hvdlite.common.gradients.segment_plan import (
     set_split_strategy_by_idx,
     set_split_strategy_by_size,
 )
+from hvdlite.common.iterations.live import metrics, progress
 from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime import public_names
 from hvdlite.common.runtime.public_names import *  # noqa: F403
@@ -60,6 +61,8 @@ __all__ = [
     "data",
     "elastic",
     "load_model",
+    "metrics",
+    "progress",
     "reducescatter",
     "set_comm_fusion",
     "set_split_strategy_by_idx",

@@ -18,7 +18,8 @@ from functools import cache, partial, wraps
 from inspect import signature
 from typing import Any
 
-from hvdlite.common.iterations.trace import trace_by_setting
+from hvdlite.common.iterations.live import traces_of_loops
+from hvdlite.common.iterations.trace import Following
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.keras.gradient_exchange import Exchange
 from hvdlite.keras.optimizer_families import Kind, parts_of
@@ -118,22 +119,23 @@ def _fitting(method: Method) -> Method:
         if kwargs.get("epochs") == 0 and _is_elastic(kwargs.get("callbacks")):
             kwargs |= {"epochs": 1, "initial_epoch": 1}  # None either, and Keras 2 takes it.
         optimizer = getattr(self, "optimizer", None)
-        trace = None
+        traces: list[Following] = []
         if any(isinstance(part, Distributed) for part in parts_of(optimizer)) and is_initialized():
-            trace = trace_by_setting()
-        if trace is None:
+            traces = traces_of_loops()
+        if not traces:
             return method(self, *args, **kwargs)
         from hvdlite.keras.callbacks import IterationTraceCallback
 
         call = signature(method).bind(self, *args, **kwargs)
-        callback = IterationTraceCallback(trace)
+        added = [IterationTraceCallback(trace) for trace in traces]
         callbacks: Any = call.arguments.get("callbacks")
         if hasattr(callbacks, "append") and not isinstance(callbacks, list):  # A CallbackList.
-            callbacks.append(callback)
+            for callback in added:
+                callbacks.append(callback)
         else:
             if not isinstance(callbacks, (list, tuple)):
                 callbacks = [callbacks] if callbacks else []
-            call.arguments["callbacks"] = [*callbacks, callback]
+            call.arguments["callbacks"] = [*callbacks, *added]
         return method(*call.args, **call.kwargs)
 
     return fit

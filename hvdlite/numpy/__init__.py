@@ -18,6 +18,7 @@ import numpy as np
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.halo import Arrays
 from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.iterations.live import metrics, progress
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime import public_names
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -112,7 +113,9 @@ __all__ = [
     "grouped_reducescatter_async",
     "halo",
     "join",
+    "metrics",
     "poll",
+    "progress",
     "reducescatter",
     "reducescatter_async",
     "synchronize",

@@ -19,6 +19,7 @@ try:
 except ModuleNotFoundError as error:
     raise with_remedy(error, "tensorflow", "pip install 'hvdlite[tensorflow-cpu]'") from None
 
+from hvdlite.common.iterations.live import metrics, progress
 from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.public_names import *  # noqa: F403
 from hvdlite.tf import checkpoint, data, elastic, mpi_ops
@@ -82,6 +83,8 @@ __all__ = [
     "elastic",
     "gpu_available",
     "handle_average_backwards_compatibility",
+    "metrics",
+    "progress",
     "refs_to_vars",
     "split_list",
     "trace_iterations",

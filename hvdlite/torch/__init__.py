@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     raise with_remedy(error, "torch", "pip install 'hvdlite[torch]'") from None
 
 with without_collecting():
+    from hvdlite.common.iterations.live import metrics, progress
     from hvdlite.common.iterations.trace import trace_iterations
     from hvdlite.common.runtime.public_names import *  # noqa: F403
     from hvdlite.torch import mpi_ops
@@ -70,6 +71,8 @@ __all__ = [
     "data",
     "elastic",
     "init_process_group",
+    "metrics",
+    "progress",
     "trace_iterations",
 ]
 __all__ += mpi_ops.__all__

@@ -117,8 +117,8 @@ class IterationHooks:
 
     forward     hooks of the outermost modules that have parameters of the optimizer; a hook that
                 all modules share finds these modules in the first iterations
-    backward    a hook of each gradient; the first gradient of a pass asks torch's autograd engine
-                to call back when the pass has ended
+    backward    a hook of each gradient, or the exchange that has one; the first gradient of a pass
+                asks torch's autograd engine to call back when the pass has ended
     step        the step hooks of the optimizer
 
     No hook keeps the model or the optimizer alive. In a copy of the model, the hooks do nothing.
@@ -140,13 +140,18 @@ class IterationHooks:
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._on_step_start),
             optimizer.register_step_post_hook(self._on_step_end),
-            *(
+        ]
+        self._exchange: Any = getattr(optimizer, "_exchange", None)
+        if self._exchange is not None and self._exchange.hooks_all:
+            self._exchange.listeners = (*self._exchange.listeners, self._on_gradient)
+        else:
+            self._exchange = None
+            self._handles += [
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 for group in optimizer.param_groups
                 for parameter in group["params"]
                 if parameter.requires_grad
-            ),
-        ]
+            ]
         self._resume_search()
 
     def remove(self) -> None:
@@ -156,6 +161,9 @@ class IterationHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._exchange is not None:
+            others = (each for each in self._exchange.listeners if each != self._on_gradient)
+            self._exchange.listeners = tuple(others)
 
     # -- forward
 
@@ -184,15 +192,19 @@ class IterationHooks:
             module.register_forward_pre_hook(_ModuleHook(_uncompiled(self._on_forward))),
             module.register_forward_hook(_ModuleHook(_uncompiled(self._on_output))),
         ]
-        self._on_forward()
+        self._on_forward(module, args)
 
-    def _on_forward(self) -> None:
+    def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
         # A backward pass that raised an error has not called `_on_backward_end`.
         self._in_backward = False
         if torch.is_grad_enabled():  # Otherwise the pass is no part of training.
-            self._steps.forward_started()
+            batch = args[0] if args else None
+            if isinstance(batch, torch.Tensor) and batch.dim():
+                self._steps.forward_started(batch.shape[0])
+            else:
+                self._steps.forward_started()
 
-    def _on_output(self) -> None:
+    def _on_output(self, *arguments: Any) -> None:
         if torch.is_grad_enabled():
             self._steps.forward_ended()
         if self._searching:
@@ -200,7 +212,7 @@ class IterationHooks:
 
     # -- backward
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, *parameter: torch.Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
@@ -242,7 +254,8 @@ def _warn_unseen() -> None:
     warn_user(
         "the iteration trace sees no torch.nn.Module with parameters of the optimizer that is "
         "called before a step: put each iteration of the loop into a block 'with "
-        "trace.iteration():', where trace = hvd.trace_iterations(...)"
+        "trace.iteration():', where trace = hvd.trace_iterations(...); the live view takes their "
+        "number from hvd.progress(total, done)"
     )
 
 
@@ -256,14 +269,14 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class _ModuleHook:
-    """A hook that calls a function without arguments; a copied module's copy does nothing."""
+    """A hook that calls a function; a copied module's copy does nothing."""
 
-    def __init__(self, function: Callable[[], None] | None = None) -> None:
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
 
     def __call__(self, *arguments: Any) -> None:
         if self._function is not None:
-            self._function()
+            self._function(*arguments)
 
     def __reduce__(self) -> Any:
         return _ModuleHook, ()

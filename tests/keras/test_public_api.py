@@ -35,6 +35,8 @@ def test_the_names_are_those_of_horovod_and_of_the_other_adapters() -> None:
             "HorovodInternalError",
             "checkpoint",
             "data",
+            "metrics",
+            "progress",
             "trace_iterations",
             *own,
         ]

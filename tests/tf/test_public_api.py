@@ -30,7 +30,8 @@ HOROVOD = [
     "elastic",
 ]  # fmt: skip
 OWN = [
-    "HorovodInternalError", "barrier", "checkpoint", "data", "halo", "set_comm_fusion",
+    "HorovodInternalError", "barrier", "checkpoint", "data", "halo", "metrics", "progress",
+    "set_comm_fusion",
     "set_split_strategy_by_idx", "set_split_strategy_by_size", "trace_iterations",
 ]  # fmt: skip
 

@@ -27,8 +27,9 @@ HOROVOD = [
     "elastic",
 ]  # fmt: skip
 OWN = [
-    "SpatialConv2d", "checkpoint", "data", "halo", "init_process_group", "set_comm_fusion",
-    "set_split_strategy_by_idx", "set_split_strategy_by_size", "trace_iterations",
+    "SpatialConv2d", "checkpoint", "data", "halo", "init_process_group", "metrics", "progress",
+    "set_comm_fusion", "set_split_strategy_by_idx", "set_split_strategy_by_size",
+    "trace_iterations",
 ]  # fmt: skip
 
 

@@ -181,18 +181,30 @@ def report(error: BaseException) -> None:
     """Tell the launcher, where there is one, that `error` ends this rank; see `reason_of_end`."""
     if not (hasattr(sys, "ps1") or sys.flags.interactive):  # Else the process goes on after it.
         _reasons.append(f"has ended by {_shortened(_one_line(error), LONGEST_REASON)}")
-    events = os.environ.get(EVENTS_VARIABLE, "")
-    if not events:
+    if launcher_pipe() is None:
         return
-    token, rank, path = events.split(" ", 2)
     # An exception that was raised while a victim's was handled is the victim's, too.
     internal = any(isinstance(each, HorovodInternalError) for each in _chain(error))
     # All ranks have forgotten `init` on the same line, and the launcher shows one report.
     text = _one_line(error) if _forgot_init(error) else " ".join(_describe(error).split())
     if len(text) > LONGEST_TEXT:  # TensorFlow says what has happened at the end.
         text = f"{text[: LONGEST_TEXT // 3]} ... {text[-LONGEST_TEXT * 2 // 3 :]}"
-    line = f"{token} raised {rank} {'internal' if internal else 'own'} {text}\n"
-    data = line.encode(errors="backslashreplace")
+    tell_launcher("raised", f"{'internal' if internal else 'own'} {text}")
+
+
+def launcher_pipe() -> str | None:
+    """Return the launcher's named pipe, STANDARD_ERROR for lines there, or None: no launcher."""
+    events = os.environ.get(EVENTS_VARIABLE, "").split(" ", 2)
+    return events[2] if len(events) == 3 else None
+
+
+def tell_launcher(event: str, text: str) -> None:
+    """Write a line of an `event` of this rank to the launcher's pipe; without effect if it is gone.
+
+    A line of up to 4096 bytes is written as a whole, or, where the pipe is full, not at all.
+    """
+    token, rank, path = os.environ[EVENTS_VARIABLE].split(" ", 2)
+    data = f"{token} {event} {rank} {text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError):  # the launcher is gone
         if path == STANDARD_ERROR:
             os.write(2, data)

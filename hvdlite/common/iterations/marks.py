@@ -36,10 +36,12 @@ class StepMarks:
         self.bp_end: float | None = None
         self.optimizer_time: float | None = None
         self.runs: list[SegmentRun] = []
+        self.samples = 0
         self._optimizer_start = 0.0
 
-    def forward_started(self) -> None:
-        """Mark the beginning of forward; the first mark in a step counts."""
+    def forward_started(self, samples: int = 0) -> None:
+        """Mark the beginning of forward with so many samples; the first mark in a step counts."""
+        self.samples += samples
         if self.fp_start is None:
             self.fp_start = now()
 
@@ -62,7 +64,9 @@ class StepMarks:
 
     def ended(self) -> bool:
         """Mark the end of the step; return whether it makes a row, which needs its beginning."""
-        times = IterationTimes(self.fp_start, self.fp_end, self.bp_end, self.optimizer_time, now())
+        times = IterationTimes(
+            self.fp_start, self.fp_end, self.bp_end, self.optimizer_time, now(), self.samples
+        )
         accepted = self._end(times, self.runs)
         self._clear()
         return accepted
@@ -147,6 +151,7 @@ class IterationMarks:
             self._backward_end or _latest(times.bp_end for times in hooked) or last_ready,
             end - self._reduced if self._reduced else sum(in_optimizers) if in_optimizers else None,
             end,
+            sum(times.samples for times in hooked),
         )
 
 

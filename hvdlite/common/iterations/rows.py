@@ -46,6 +46,7 @@ class IterationTimes(NamedTuple):
     bp_end: float | None
     optimizer_time: float | None  # a duration
     iteration_end: float
+    samples: int = 0  # rows of the batches that went forward; 0: not seen
 
 
 def make_row(
@@ -60,7 +61,7 @@ def make_row(
 
     `previous_end` is the end of the previous iteration. The beginning of this one must be known.
     """
-    fp_start, fp_end, bp_end, optimizer_time, end = times
+    fp_start, fp_end, bp_end, optimizer_time, end, _ = times
     assert fp_start is not None
     ordered = sorted(segments)
     return IterationRow(

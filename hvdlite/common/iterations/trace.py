@@ -51,37 +51,37 @@ class Trainer(Protocol):
         """Return the names under which its gradients are reduced; asked after each step."""
 
 
-class IterationTrace:
-    """A running trace, from `trace_iterations`. Stop it, or use it as a context manager."""
+class Following:
+    """Follows all trainers of this rank, and hands over each finished iteration by `_put`."""
 
-    def __init__(self, runtime: Runtime, path: str | None) -> None:
-        """Begin to trace; raise as `trace_iterations`."""
-        if path is not None:
-            check_path(path)
+    def __init__(self, runtime: Runtime) -> None:
+        """Follow nothing before `_begin`."""
         self._runtime = runtime
-        # Set until the file is opened: a newcomer of an elastic job learns its rank later.
-        self._path_to_open = path
-        self._file: RowsFile | None = None
-        self._open_file()
-        self._lock = threading.RLock()  # guards _rows, _count, _last_end and _file
-        # Finished iterations of which the writer has made no row yet.
-        self._ended: deque[tuple[IterationTimes, list[SegmentRun]]] = deque()
-        self._rows: deque[IterationRow] = deque(maxlen=MOST_ROWS)
-        self._count = 0
-        self._last_end: float | None = None
         self._following: list[StepMarks] = []
-        # Called by `stop`: they remove this trace from trainers.
+        # Called by `_end`: they remove this from trainers.
         self._detach: list[Callable[[], object]] = []
-        # Set while the training thread is inside `with trace.iteration()`.
+        # Set while the training thread is inside a block that is one iteration.
         self._block: IterationMarks | None = None
-        self._wake, self._stopping = threading.Event(), threading.Event()
-        self._writer = threading.Thread(target=self._write, name="hvdlite-trace", daemon=True)
-        self._writer.start()
         # Ends the observation of the engine of this world.
-        self._stop_observing = runtime.engine.observe(self._on_run)
-        runtime.trainers.add(self)
+        self._stop_observing: Callable[[], None] = lambda: None
 
-    # -- for the user
+    def _begin(self) -> None:
+        self._stop_observing = self._runtime.engine.observe(self._on_run)
+        self._runtime.trainers.add(self)
+
+    def _end(self) -> None:
+        self._runtime.trainers.remove(self)
+        self._stop_observing()
+        for detach in self._detach:
+            detach()
+
+    def stop(self) -> None:
+        """End all; idempotent. Raises `OSError` where a file cannot be completed."""
+        raise NotImplementedError
+
+    def _put(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
+        """Take a finished iteration, whose beginning is known; called by the training thread."""
+        raise NotImplementedError
 
     def iteration(self) -> IterationMarks:
         """Return a context manager for one iteration of a loop that hooks cannot see.
@@ -92,6 +92,87 @@ class IterationTrace:
         that raises makes no row. Raises `RuntimeError` inside another such block.
         """
         return IterationMarks(self._enter, self._exit)
+
+    # -- for trainers and the engine
+
+    def enter(self, runtime: Runtime) -> None:
+        """Go on in another world of an elastic job, whose ranks are others. Raises `OSError`."""
+        self._runtime = runtime
+        self._stop_observing = runtime.engine.observe(self._on_run)
+
+    def follow(self, trainer: Trainer) -> None:
+        """Trace the iterations of `trainer` from now on, without keeping it alive."""
+        names = WeakMethod(trainer.gradient_names)
+        steps = StepMarks(lambda: ask() if (ask := names()) else (), self._on_step)
+        self._following.append(steps)
+        gone = finalize(trainer, self._following.remove, steps)
+        self._detach += [gone.detach, trainer.trace_steps(steps)]
+
+    def _on_run(self, run: SegmentRun) -> None:
+        """See `_assign`."""
+        self._assign(run)
+
+    def _assign(self, run: SegmentRun) -> bool:
+        """Assign a reduction to its iteration; return whether it belongs to one.
+
+        The engine's thread calls this before it completes the handles, so that the reduction is
+        recorded before its iteration can end.
+        """
+        owners = [steps for steps in self._following if steps.owns(run)]
+        if owners:
+            _owner_in_iteration(owners).runs.append(run)
+            return True
+        block = self._block
+        if block is None or self._following or not SPECS[run.collective].reduces:
+            return False
+        if all(name.startswith(NO_GRADIENT) for name in run.names):
+            return False
+        block.runs.append(run)
+        return True
+
+    def _on_step(self, times: IterationTimes, runs: list[SegmentRun]) -> bool:
+        block = self._block
+        if block is not None:
+            block.absorb(times, runs)
+        elif times.fp_start is not None:
+            self._put(times, runs)
+        return block is not None or times.fp_start is not None
+
+    def _enter(self, block: IterationMarks) -> None:
+        if self._block is not None:
+            raise RuntimeError("trace.iteration() inside a block that is an iteration already")
+        self._block = block
+
+    def _exit(self, times: IterationTimes | None, runs: list[SegmentRun]) -> None:
+        self._block = None
+        if times is not None:
+            self._put(times, runs)
+
+
+class IterationTrace(Following):
+    """A running trace, from `trace_iterations`. Stop it, or use it as a context manager."""
+
+    def __init__(self, runtime: Runtime, path: str | None) -> None:
+        """Begin to trace; raise as `trace_iterations`."""
+        if path is not None:
+            check_path(path)
+        super().__init__(runtime)
+        # Set until the file is opened: a newcomer of an elastic job learns its rank later.
+        self._path_to_open = path
+        self._file: RowsFile | None = None
+        self._open_file()
+        self._lock = threading.RLock()  # guards _rows, _count, _last_end and _file
+        # Finished iterations of which the writer has made no row yet.
+        self._ended: deque[tuple[IterationTimes, list[SegmentRun]]] = deque()
+        self._rows: deque[IterationRow] = deque(maxlen=MOST_ROWS)
+        self._count = 0
+        self._last_end: float | None = None
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._writer = threading.Thread(target=self._write, name="hvdlite-trace", daemon=True)
+        self._writer.start()
+        self._begin()
+
+    # -- for the user
 
     def rows(self) -> list[IterationRow]:
         """Return the rows of this rank until now, of its last 50,000 iterations at most."""
@@ -115,10 +196,7 @@ class IterationTrace:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._runtime.trainers.remove(self)
-        self._stop_observing()
-        for detach in self._detach:
-            detach()
+        self._end()
         self._wake.set()
         self._writer.join()
         with self._lock:
@@ -139,8 +217,7 @@ class IterationTrace:
         """Go on in another world of an elastic job, whose ranks are others. Raises `OSError`."""
         with self._lock:
             self._make_rows()  # They are of the world before.
-            self._runtime = runtime
-            self._stop_observing = runtime.engine.observe(self._on_run)
+            super().enter(runtime)
             self._open_file()
 
     def _open_file(self) -> None:
@@ -148,48 +225,6 @@ class IterationTrace:
         if self._path_to_open is not None and recording.in_world:
             path, self._path_to_open = self._path_to_open, None
             self._file = open_rows(recording.new_file(path, of_rank=True))
-
-    def follow(self, trainer: Trainer) -> None:
-        """Trace the iterations of `trainer` from now on, without keeping it alive."""
-        names = WeakMethod(trainer.gradient_names)
-        steps = StepMarks(lambda: ask() if (ask := names()) else (), self._on_step)
-        self._following.append(steps)
-        gone = finalize(trainer, self._following.remove, steps)
-        self._detach += [gone.detach, trainer.trace_steps(steps)]
-
-    def _on_run(self, run: SegmentRun) -> None:
-        """Assign a reduction to its iteration.
-
-        The engine's thread calls this before it completes the handles, so that the reduction is
-        recorded before its iteration can end.
-        """
-        owners = [steps for steps in self._following if steps.owns(run)]
-        if owners:
-            _owner_in_iteration(owners).runs.append(run)
-            return
-        block = self._block
-        if block is None or self._following or not SPECS[run.collective].reduces:
-            return
-        if not all(name.startswith(NO_GRADIENT) for name in run.names):
-            block.runs.append(run)
-
-    def _on_step(self, times: IterationTimes, runs: list[SegmentRun]) -> bool:
-        block = self._block
-        if block is not None:
-            block.absorb(times, runs)
-        elif times.fp_start is not None:
-            self._put(times, runs)
-        return block is not None or times.fp_start is not None
-
-    def _enter(self, block: IterationMarks) -> None:
-        if self._block is not None:
-            raise RuntimeError("trace.iteration() inside a block that is an iteration already")
-        self._block = block
-
-    def _exit(self, times: IterationTimes | None, runs: list[SegmentRun]) -> None:
-        self._block = None
-        if times is not None:
-            self._put(times, runs)
 
     def _put(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
         self._ended.append((times, runs))

@@ -144,6 +144,12 @@ class CollectiveSettings:
         "'.rank<N>' is put before the suffix.",
         flag="--trace-iterations", yaml="trace.iterations", alias=False,
     )  # fmt: skip
+    live: bool = setting(
+        False, "LIVE", boolean,
+        "Count what each rank does while it runs, for hvd.metrics() and hvdlite-top; --live and "
+        "--metrics-port set it.",
+        yaml="live.enabled", alias=False,
+    )  # fmt: skip
     stall_check_disable: bool = setting(
         False, "STALL_CHECK_DISABLE", boolean,
         "Do not look for tensors that some ranks never submit.",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
 
 from hvdlite.common.membership.frames import World
@@ -35,9 +36,16 @@ class TraceLike(Protocol):
 class Trainers:
     """The trainers of one rank, such as optimizers, and the traces that follow each of them."""
 
+    # Called with each runtime that has begun: who counts is imported above this package.
+    on_begin: ClassVar[list[Callable[[Any], None]]] = []
+
     def __init__(self) -> None:
         # The trace that the settings ask for; None until it is switched on.
         self.by_setting: TraceLike | None = None
+        # What `hvd.metrics()` has counted; None until it is switched on.
+        self.counts: TraceLike | None = None
+        # The steps of the whole training, and how many more were done than are counted.
+        self.progress: tuple[int, int] | None = None
         # Guards the next two, so that no pair of trainer and trace is missed.
         self._lock = threading.RLock()
         self._trainers: WeakSet[Any] = WeakSet()

@@ -170,6 +170,9 @@ class Runtime:
             raise failure
         for process_set in new:
             self.add_process_set(process_set)
+        if first:
+            for begin in self.trainers.on_begin:
+                begin(self)
 
     def _new_sets(self, sets: Sequence[ProcessSet]) -> list[ProcessSet]:
         """Return those of `sets` that are to be registered; all of them can be.

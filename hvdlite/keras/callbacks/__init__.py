@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.iterations.marks import IterationMarks
-from hvdlite.common.iterations.trace import IterationTrace
+from hvdlite.common.iterations.trace import Following
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 from hvdlite.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
@@ -123,7 +123,7 @@ class IterationTraceCallback(Callback):
     Several `fit` can be traced one after the other; stop the trace when they are done.
     """
 
-    def __init__(self, trace: IterationTrace) -> None:
+    def __init__(self, trace: Following) -> None:
         super().__init__()
         self._trace = trace
         self._batch: IterationMarks | None = None

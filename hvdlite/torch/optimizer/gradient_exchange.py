@@ -101,6 +101,8 @@ class GradientExchange:
         # Results of casts by name: their memory is used again in the next step.
         self._packed: dict[str, torch.Tensor] = {}
         self._hooked: set[torch.Tensor] = set()
+        # Called when a gradient is there. Hooks of their own would cost more than what they do.
+        self.listeners: tuple[Callable[[], None], ...] = ()
         # The gradients by name; each object serves all steps.
         self._gradients: dict[str, PendingGradient] = {}
         # The parameters, whether each is trained, and their names, as `watch` has seen them last.
@@ -114,6 +116,11 @@ class GradientExchange:
     def busy(self) -> bool:
         """Whether gradients are pending or in flight."""
         return bool(self._in_flight or self._pending)
+
+    @property
+    def hooks_all(self) -> bool:
+        """Whether each parameter that is trained has a hook: not where this rank is alone."""
+        return bool(self._hooked)
 
     @property
     def passes(self) -> int:
@@ -153,6 +160,8 @@ class GradientExchange:
     def on_gradient(self, name: str) -> None:
         """Count a pass that has added to this gradient. Runs in the thread of backward."""
         self.synchronized = False
+        for listen in self.listeners:
+            listen()
         segmented = self._segments.strategy is not None
         if segmented:
             self.segment_schedule.note(name)

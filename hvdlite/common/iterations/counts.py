@@ -1,0 +1,232 @@
+"""What a rank counts: steps, times, collectives, and what its process and host are doing.
+
+    training thread      a finished step -> sums
+    engine thread        a collective that has run -> sums by collective
+    thread "hvdlite-live"  once a second: all of it, as one line for the launcher
+
+The times of steps are those of the iteration trace, by the same hooks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from hvdlite.common.base.report_failure import STANDARD_ERROR, launcher_pipe, tell_launcher
+from hvdlite.common.iterations.rows import IterationTimes
+from hvdlite.common.iterations.trace import Following
+from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.plain.metrics import Sample, pack
+from hvdlite.common.runtime.current import this_process
+from hvdlite.common.runtime.runtime import Runtime
+
+PERIOD_SECONDS = 1.0
+PROBE_LOOPS = 2000  # Some 40 us of Python.
+PROBES_KEPT = 5  # The fastest one counts: the others were disturbed.
+OF_STEPS = (
+    "steps_total", "step_seconds_total", "compute_seconds_total", "data_seconds_total",
+    "exchange_hidden_seconds_total", "exchange_waited_seconds_total", "peers_waited_seconds_total",
+    "samples_total",
+)  # fmt: skip
+OF_COLLECTIVES = (
+    "collective_calls_total", "collective_tensors_total", "collective_bytes_total",
+    "collective_seconds_total",
+)  # fmt: skip
+
+
+class Counts(Following):
+    """The counts of one rank, from world to world of an elastic job."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Begin to count; the launcher is told where the settings say so."""
+        super().__init__(runtime)
+        self._lock = threading.Lock()  # Guards the sums.
+        self._sums: dict[str, float] = dict.fromkeys(OF_STEPS, 0)
+        self._by_collective: dict[str, list[float]] = {}
+        self._last_end: float | None = None
+        self._waited_until = 0.0  # Of collectives that belong to no step.
+        self._longest = (0.0, "")  # The longest wait since the last line, and for which tensor.
+        self._process = ProcessFacts()
+        self._stopping = threading.Event()
+        self._begin()
+        if runtime.config.live and launcher_pipe() is not None:
+            threading.Thread(target=self._tell, name="hvdlite-live", daemon=True).start()
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were."""
+        return int(self._sums["steps_total"])
+
+    def stop(self) -> None:
+        """Count nothing any more; idempotent."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._end()
+            self._process.close()
+
+    def enter(self, runtime: Runtime) -> None:
+        """Go on in another world; the time between them belongs to no step."""
+        super().enter(runtime)
+        self._last_end = None
+
+    # -- what occurs
+
+    def _on_run(self, run: SegmentRun) -> None:
+        with self._lock:
+            sums = self._by_collective.get(run.collective)
+            if sums is None:
+                sums = self._by_collective[run.collective] = [0, 0, 0, 0.0]
+            sums[0] += 1
+            sums[1] += len(run.names)
+            sums[2] += run.bytes
+            sums[3] += run.end - run.start
+        if not self._assign(run):
+            waited = self._wait_of(run, self._waited_until)
+            with self._lock:
+                self._waited_until = max(self._waited_until, run.start)
+                self._sums["peers_waited_seconds_total"] += waited
+
+    def _wait_of(self, run: SegmentRun, since: float) -> float:
+        """Return how long a tensor that was ready has waited for other ranks from `since` on."""
+        waited = run.start - max(run.ready or run.start, since)
+        if waited > self._longest[0]:
+            self._longest = (waited, run.names[-1])
+        return max(waited, 0.0)
+
+    def _put(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
+        start, _, bp_end, optimizer, end, samples = times
+        assert start is not None
+        ready = end if bp_end is None else bp_end
+        hidden = waited = 0.0
+        since = start if bp_end is None else bp_end  # A wait during backward costs nothing.
+        for run in runs:
+            hidden += max(min(run.end, ready) - run.start, 0.0)
+            waited += self._wait_of(run, since)
+            since = max(since, run.start)
+        data = 0.0 if self._last_end is None else start - self._last_end
+        self._last_end = end
+        own = optimizer or 0.0
+        with self._lock:
+            sums = self._sums
+            sums["steps_total"] += 1
+            sums["step_seconds_total"] += data + end - start
+            sums["compute_seconds_total"] += ready - start + (0.0 if bp_end is None else own)
+            sums["data_seconds_total"] += data
+            sums["exchange_hidden_seconds_total"] += hidden
+            sums["exchange_waited_seconds_total"] += max(end - ready - own, 0.0)
+            sums["peers_waited_seconds_total"] += waited
+            sums["samples_total"] += samples
+
+    # -- who asks
+
+    def values(self) -> dict[str, float]:
+        """Return all counts by their public names."""
+        with self._lock:
+            found = dict(self._sums)
+            for collective, sums in self._by_collective.items():
+                found |= {
+                    f"{name}.{collective}": value
+                    for name, value in zip(OF_COLLECTIVES, sums, strict=True)
+                }
+        progress = self._runtime.trainers.progress
+        if progress is not None:
+            total, base = progress
+            found |= {"progress_total_steps": total, "progress_steps": base + self.steps}
+        worker = this_process.worker
+        if worker is not None:
+            found |= {"world": worker.epoch, "commit": worker.commit}
+        return found | self._process.values()
+
+    def _tell(self) -> None:
+        """Send a line a second; where lines are a host's standard error, one of all its ranks."""
+        while not self._stopping.wait(self._period()):
+            runtime = self._runtime
+            (_, tensor), self._longest = self._longest, (0.0, "")
+            sample = Sample(runtime.rank, runtime.topology.size, self.values(), tensor)
+            tell_launcher("live", pack(sample))
+
+    def _period(self) -> float:
+        runtime = self._runtime
+        by_output = launcher_pipe() == STANDARD_ERROR
+        return PERIOD_SECONDS * (len(runtime.topology.peers(runtime.rank)) if by_output else 1)
+
+
+class ProcessFacts:
+    """What the kernel and Python know of this process. What cannot be read is left out."""
+
+    def __init__(self) -> None:
+        self._gc_seconds = 0.0
+        self._gc_began = 0.0
+        self._probes: list[float] = []
+        gc.callbacks.append(self._on_collection)
+
+    def close(self) -> None:
+        """Stop to watch the garbage collection."""
+        with suppress(ValueError):
+            gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._gc_began = time.monotonic()
+        else:
+            self._gc_seconds += time.monotonic() - self._gc_began
+
+    def values(self) -> dict[str, float]:
+        """Return what is known now."""
+        found: dict[str, float] = {
+            "gc_seconds_total": self._gc_seconds,
+            "major_faults_total": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
+            "core_speed": self._core_speed(),
+            "cores": os.cpu_count() or 1,
+        }
+        for source in (_memory, _swap, _schedule, _runnable, _retransmits):
+            with suppress(OSError, ValueError, IndexError):
+                found |= source()
+        return found
+
+    def _core_speed(self) -> float:
+        """Return how fast a core works at present, whoever else may want it."""
+        began = time.thread_time()
+        for _ in range(PROBE_LOOPS):
+            pass
+        seconds = time.thread_time() - began
+        self._probes = [*self._probes[1 - PROBES_KEPT :], seconds]
+        return PROBE_LOOPS / max(min(self._probes) * 1e6, 1e-3)
+
+
+def _words(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().split()
+
+
+def _memory() -> dict[str, float]:
+    return {"memory_bytes": int(_words("/proc/self/statm")[1]) * resource.getpagesize()}
+
+
+def _swap() -> dict[str, float]:
+    words = _words("/proc/self/status")
+    return {"swap_bytes": int(words[words.index("VmSwap:") + 1]) * 1024}
+
+
+def _schedule() -> dict[str, float]:
+    ran, waited = map(int, _words("/proc/self/schedstat")[:2])  # Of the main thread.
+    return {"cpu_seconds_total": ran * 1e-9, "core_waited_seconds_total": waited * 1e-9}
+
+
+def _runnable() -> dict[str, float]:
+    return {"runnable_processes": int(_words("/proc/loadavg")[3].partition("/")[0])}
+
+
+def _retransmits() -> dict[str, float]:
+    def rows() -> Iterator[list[str]]:
+        with open("/proc/net/snmp", encoding="utf-8") as file:
+            yield from (line.split() for line in file if line.startswith("Tcp:"))
+
+    names, numbers = rows()
+    return {"retransmits_total": int(numbers[names.index("RetransSegs")])}

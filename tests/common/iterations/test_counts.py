@@ -1,0 +1,192 @@
+"""What a rank counts while it runs, and how it travels to the launcher."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hvdlite
+import hvdlite.numpy as hvd
+from hvdlite.common.iterations.counts import Counts
+from hvdlite.common.iterations.live import counts_of
+from hvdlite.common.iterations.rows import IterationTimes
+from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.plain.metrics import METRICS, Sample, pack, unpack
+from hvdlite.common.runtime.current import current
+from tests.ranks import run_ranks
+
+ROOT = Path(hvdlite.__file__).parents[1]
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_collectives_are_counted_with_their_bytes() -> None:
+    def main(rank: int) -> dict[str, float]:
+        before = hvd.metrics()
+        assert before["steps_total"] == 0
+        hvd.allreduce(np.ones(10, np.float32), name="a")
+        hvd.allgather(np.ones((2, 3), np.float64), name="b")
+        hvd.allreduce(np.ones(5, np.float32), name="c")
+        return hvd.metrics()
+
+    for found in run_ranks(2, main):
+        assert found["collective_calls_total.allreduce"] == 2
+        assert found["collective_tensors_total.allreduce"] == 2
+        assert found["collective_bytes_total.allreduce"] == 60
+        assert found["collective_bytes_total.allgather"] == 48
+        assert {key.partition(".")[0] for key in found} <= set(METRICS)
+        assert found["memory_bytes"] > 1 << 20
+
+
+def test_the_settings_begin_it_and_the_shutdown_ends_it() -> None:
+    def main(rank: int) -> tuple[bool, Counts]:
+        runtime = current()
+        began = runtime.trainers.counts is not None
+        runtime.begin([], first=True)
+        assert isinstance(runtime.trainers.counts, Counts) == runtime.config.live
+        return began, counts_of(runtime)
+
+    (began, counts), *_ = run_ranks(1, main, config=Config(live=True))
+    steps = counts.steps
+    assert not began and steps == 0
+    assert counts._process._on_collection not in gc.callbacks
+
+
+def put(counts: Counts, times: IterationTimes, *runs: SegmentRun) -> dict[str, float]:
+    """What one more step adds."""
+    before = counts.values()
+    counts._put(times, list(runs))
+    after = counts.values()
+    return {key: round(after[key] - before.get(key, 0), 6) for key in after}
+
+
+def test_the_times_of_a_step() -> None:
+    """Two reductions: one ends in backward, for the other this rank waits after it."""
+    first = SegmentRun(("a",), "allreduce", 4, start=2.0, end=3.0, ready=1.5)
+    second = SegmentRun(("b",), "allreduce", 4, start=8.0, end=9.0, ready=5.0)
+
+    def main(rank: int) -> None:
+        counts = counts_of(current())
+        put(counts, IterationTimes(-2.0, None, -1.0, 0.0, -1.0))
+        added = put(counts, IterationTimes(0.0, 1.0, 6.0, 0.5, 10.0, samples=32), first, second)
+        assert added["step_seconds_total"] == 11.0
+        assert added["data_seconds_total"] == 1.0
+        assert added["compute_seconds_total"] == 6.5
+        assert added["exchange_hidden_seconds_total"] == 1.0
+        assert added["exchange_waited_seconds_total"] == 3.5
+        assert added["peers_waited_seconds_total"] == 2.0  # From the end of backward on.
+        assert added["samples_total"] == 32
+        assert counts._longest == (2.0, "b")
+
+    run_ranks(1, main)
+
+
+def test_waits_of_collectives_outside_of_steps_are_counted_once() -> None:
+    def main(rank: int) -> None:
+        counts = counts_of(current())
+        for ready, start in ((1.0, 3.0), (1.0, 3.0), (2.0, 4.0)):
+            counts._on_run(SegmentRun(("a",), "allreduce", 4, start, start, ready=ready))
+        assert counts.values()["peers_waited_seconds_total"] == 3.0
+
+    run_ranks(1, main)
+
+
+def test_progress_goes_on_with_the_steps_or_with_calls() -> None:
+    def main(rank: int) -> None:
+        hvd.progress(100, 40)
+        counts = counts_of(current())
+        assert counts.values()["progress_steps"] == 40
+        counts._put(IterationTimes(0.0, None, 1.0, 0.0, 1.0), [])
+        assert counts.values()["progress_steps"] == 41
+        hvd.progress(100, 50)
+        assert counts.values()["progress_steps"] == 50
+        assert counts.values()["progress_total_steps"] == 100
+        with pytest.raises(ValueError, match=r"progress\(-1, 0\)"):
+            hvd.progress(-1)
+
+    run_ranks(1, main)
+
+
+def test_the_page_has_the_table_of_names() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    from make_metrics import PAGE, page
+
+    assert PAGE.read_text() == page(PAGE.read_text()), "run: python docs/make_metrics.py"
+
+
+def test_a_sample_travels() -> None:
+    values = {"steps_total": 3.0, "collective_bytes_total.allreduce": 1e12, "core_speed": 40.5}
+    sample = Sample(1, 4, values, "layer3.weight")
+    assert unpack(pack(sample)) == sample
+
+
+def test_a_sample_is_never_longer_than_a_pipe_takes_at_once() -> None:
+    values = {"steps_total": 1.0}
+    for number in range(100):
+        values[
+            f"collective_calls_total.c{'x' * 20}_{chr(97 + number % 26)}{'y' * (number // 26)}"
+        ] = float(number)
+    line = pack(Sample(0, 1, values, "t" * 5000))
+    found = unpack(line)
+    assert len(line) < 3900 and found is not None
+    kept = [value for key, value in found.values.items() if key.startswith("collective")]
+    assert kept and min(kept) > 99 - len(kept) - 1  # Those that are called most.
+
+
+WRONG = [
+    "", "null", "[]", "[1,0,1,\"\",[]]", "{", "[" * 5000, '[2,0,1,"",{}]', '[1,1,1,"",{}]',
+    '[1,-1,1,"",{}]', '[1,0,1,5,{}]', '[1,0,1,"",{"unknown":1}]', '[1,0,1,"",{"steps_total":-1}]',
+    '[1,0,1,"",{"steps_total":NaN}]', '[1,0,1,"",{"steps_total":"1"}]', '[1,0,1,"",{"cores.x":1}]',
+    '[1,0,1,"",{"collective_calls_total":1}]', '[1,0,1,"",{"collective_calls_total.\\"}":1}]',
+    '[1,0,1,"",{"steps_total":1e400}]', '[1,true,2,"",{}]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_is_no_sample_is_none(line: str) -> None:
+    assert unpack(line) is None
+
+
+SCALARS = st.none() | st.booleans() | st.floats() | st.text()
+
+
+def deeper(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+    return st.lists(inner) | st.dictionaries(st.text(), inner)
+
+
+@given(st.recursive(SCALARS, deeper, max_leaves=20))
+def test_any_json_is_a_sample_or_none(value: object) -> None:
+    for line in (json.dumps(value), json.dumps([1, 0, 1, "", value])):
+        found = unpack(line)
+        assert found is None or unpack(pack(found)) is not None
+
+
+def test_the_launcher_is_told_by_its_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "events"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    monkeypatch.setenv("HVDLITE_LAUNCHER_EVENTS", f"token 0 {pipe}")
+    monkeypatch.setattr("hvdlite.common.iterations.counts.PERIOD_SECONDS", 0.01)
+
+    def main(rank: int) -> bytes:
+        current().begin([], first=True)
+        hvd.metrics()
+        return os.read(reader, 4096)
+
+    try:
+        (line,) = run_ranks(1, main, config=Config(live=True))
+    finally:
+        os.close(reader)
+    token, event, rank, text = line.decode().splitlines()[0].split(" ", 3)
+    assert (token, event, rank) == ("token", "live", "0")
+    sample = unpack(text)
+    assert sample is not None and sample.rank == 0 and sample.size == 1
