@@ -83,6 +83,8 @@ class Scheduler:
             self._look_at_change()
             if self._is_unkept:
                 self._keep()
+            if self._is_unkept:  # Nobody hears what would be forgotten; all ask again.
+                continue
             for answer in [*answers, *self._tell()]:
                 self.listener.send(*answer)
 

@@ -67,6 +67,7 @@ class Table:
         self._workers: set[int] = set()
         self._of: int | None = None  # The worker whose first values it has begun with.
         self._starts = Starts()
+        self._newcomers: dict[int, bytes] = {}  # Worker -> the process as which it has come first.
         self._pulls: dict[int, Pull] = {}
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
@@ -157,7 +158,8 @@ class Table:
         if self.begun:
             return self._welcome() + self._go_on()
         others, starts = self.others(), self._starts
-        if not starts.waiting or starts.is_awaited(workers):
+        # Who waits may have left meanwhile, or be lost: it needs no values any more.
+        if self._workers.isdisjoint(starts.waiting) or starts.is_awaited(workers):
             return []
         is_lost = self.reached > 0 and not self._restored
         if (self._restored or is_lost or self._lost_steps()) and starts.missing(workers, others):
@@ -199,9 +201,15 @@ class Table:
         start.peer, start.request = peer, message.request
         self.updater.begin(values)
         self.clocks.version = max(start.version, 0)
-        if not self._restored:  # No update is made without a worker that has not started yet.
+        finished, sync = self.clocks.finished, self.clocks.mode.name == SYNC
+        if sync:  # The values have all steps before their version: nobody makes one of them again.
+            finished.update({each: max(step, self.version) for each, step in finished.items()})
+        # No update of sync is made, and ssp lets nobody run ahead, without a worker that has not
+        # started yet. Where others have made steps, its clock is known when it starts: their number
+        # is not that of updates, but in sync.
+        if not self._restored and (sync or start.version < 0):
             for number in self._workers:
-                self.clocks.finished.setdefault(number, self.version)
+                finished.setdefault(number, self.version)
         return self._begin()
 
     def _first_values_of(self, worker: int, message: Message) -> list[Array]:
@@ -222,17 +230,20 @@ class Table:
 
     def _welcome(self) -> list[Answer]:
         answers, knew = [], set(self.clocks.finished)
-        for worker, start in sorted(self._starts.waiting.items()):
-            sync = self.clocks.mode.name == SYNC
-            kind = "started"
+        sync, waiting = self.clocks.mode.name == SYNC, sorted(self._starts.waiting.items())
+        for worker, start in waiting:  # First, as others may begin where these are.
             if start.clock is not None:
                 known = self.clocks.finished.get(worker, 0)
                 # In sync, the version contains all steps before it, and no step after it.
                 self.clocks.finished[worker] = max(known, self.version if sync else start.clock)
-                if sync and start.clock > self.version:
-                    kind = "rolled_back"
+        for worker, start in waiting:
+            is_ahead = sync and start.clock is not None and start.clock > self.version
+            kind = "rolled_back" if is_ahead else "started"
+            if worker not in knew:
+                self._newcomers[worker] = start.peer
+            is_known = self._newcomers.get(worker) != start.peer  # Else it only asks again.
             body: dict[str, Any] = {
-                "clock": self.clocks.enter(worker), "is_known": worker in knew, "of": self._of
+                "clock": self.clocks.enter(worker), "is_known": is_known, "of": self._of
             }  # fmt: skip
             if start.enters > body["clock"]:
                 body["clock"] = self.clocks.finished[worker] = start.enters

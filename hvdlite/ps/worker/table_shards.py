@@ -15,7 +15,7 @@ from hvdlite.ps.worker.ordered_operations import Begin, Done, MovedError, joined
 from hvdlite.ps.worker.shard import PsRolledBack, Shard
 
 LOOK_SECONDS = 0.2  # How often a thread that is held back looks whether a server is lost.
-MOST_SKEW = 2  # How far the clocks may be apart that servers give to a worker that joins.
+MOST_SKEW = 2  # How far the clocks of tables may be apart where steps are made again.
 
 
 class Gate:
@@ -116,9 +116,18 @@ class TableShards:
             handle.wait() for handle in [self._client.ask(shard.start) for shard in self._shards]
         ]
         top = max(shard.clock for shard in self._shards)
-        if top - self.clock > MOST_SKEW:  # Some server has lost more steps than the others.
-            return
-        if all(answer.body["is_known"] for answer in answers):
+        known, new = (
+            [
+                shard.clock
+                for shard, answer in zip(self._shards, answers, strict=True)
+                if answer.body["is_known"] == wanted
+            ]
+            for wanted in (True, False)
+        )
+        # A server that has forgotten it has lost steps that it makes again, and that the others
+        # drop. Where another one stands behind such a server, it makes those that are missing
+        # there in sync, which waits for them.
+        if known and (self.is_sync or max(new, default=0) <= min(known)):
             for shard in self._shards:
                 shard.clock = self.clock
             return
