@@ -3,6 +3,7 @@
 python -m tests.simulation --seed 144              # its story; shrunk if an invariant breaks
 python -m tests.simulation --seed 144 --messages   # with every message
 python -m tests.simulation --seeds 0..10000        # a soak: how many, how fast, and which broke
+python -m tests.simulation --world ps --seed 144   # of another kind of job
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", metavar="A..B", help="from A up to, and without, B")
-    parser.add_argument("--elastic", action="store_true", help="elastic jobs")
+    parser.add_argument("--world", choices=KINDS, default="ranks", help="the kind of the jobs")
     parser.add_argument("--messages", action="store_true", help="show every message")
     options = parser.parse_args()
-    kind = KINDS["elastic" if options.elastic else "ranks"]
+    kind = KINDS[options.world]
     if options.seeds is None:
         return replay(kind, options.seed, messages=options.messages)
     first, _, end = options.seeds.partition("..")
@@ -44,7 +45,7 @@ def replay(kind: Kind, seed: int, *, messages: bool) -> int:
 def show(job: Any, *, messages: bool) -> None:
     print(job.program, "\n")
     for line in job.world.story():
-        if messages or " sends rank " not in line:
+        if messages or not any(word in line for word in (" sends rank ", " -> ")):
             print(line)
 
 

@@ -16,11 +16,16 @@ from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.launcher.decisions.hosts import order_hosts
 from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
+from hvdlite.ps.tables.clocks import Clocks
+from hvdlite.ps.worker.shard import Shard
+from tests.simulation import clusters
 
 KNOWN_BUGS: dict[str, Callable[[], Any]] = {}
 
 
-def bug(owner: Any, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def bug(
+    owner: Any, method: str, bugs: dict[str, Callable[[], Any]] = KNOWN_BUGS
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let the decorated function take the place of a method, which it is given first."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +35,7 @@ def bug(owner: Any, method: str) -> Callable[[Callable[..., Any]], Callable[...,
             return function(real, self, *arguments, **options)
 
         name = function.__name__.replace("_", " ")
-        KNOWN_BUGS[name] = lambda: patch.object(owner, method, put_back)
+        bugs[name] = lambda: patch.object(owner, method, put_back)
         return function
 
     return decorate
@@ -102,6 +107,7 @@ def a_rank_that_waits_for_data_hears_nothing(real: Any, self: Engine) -> None:
 
 
 ELASTIC_BUGS: dict[str, Callable[[], Any]] = {}
+PS_BUGS: dict[str, Callable[[], Any]] = {}
 KNOWN_BUGS["a leader ends before those below it"] = lambda: patch.object(
     ControlPlane,
     "finished",
@@ -134,4 +140,23 @@ ELASTIC_BUGS["hosts that come back make more ranks than the job may have"] = lam
 )
 ELASTIC_BUGS["a rank that has to leave takes the last commit with it"] = lambda: patch.object(
     Placement, "_with_last_commit", lambda self, chosen, now: chosen
+)
+
+
+@bug(Clocks, "push", PS_BUGS)
+def a_push_that_is_sent_again_counts_again(
+    real: Any, self: Clocks, worker: int, clock: int
+) -> bool:
+    self.finished[worker] = min(clock, self.finished[worker])
+    return bool(real(self, worker, clock))
+
+
+@bug(Shard, "come_again", PS_BUGS)
+def what_a_lost_server_was_asked_is_not_asked_of_its_successor(real: Any, self: Shard) -> None:
+    self._push = None
+    real(self)
+
+
+PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
+    clusters, "_sync", lambda file: None
 )

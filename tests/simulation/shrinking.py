@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from tests.simulation.elastic import ElasticProgram, make_elastic_program, play_elastic
+from tests.simulation.parameter_server import PsProgram, make_ps_program, play_ps
 from tests.simulation.programs import Epoch, Program, make_program
 from tests.simulation.ranks import play
 
@@ -131,7 +132,7 @@ def _without(items: tuple[T, ...], number: int) -> tuple[T, ...]:
     return items[:number] + items[number + 1 :]
 
 
-def _with(items: tuple[int, ...], number: int, item: int) -> tuple[int, ...]:
+def _with(items: tuple[T, ...], number: int, item: T) -> tuple[T, ...]:
     return (*items[:number], item, *items[number + 1 :])
 
 
@@ -159,6 +160,26 @@ def _smaller_elastic(program: ElasticProgram) -> Iterator[ElasticProgram]:
         yield replace(program, failures_by_host=False)
 
 
+# Jobs of the parameter server.
+
+PLAIN_PS = PsProgram(0)
+
+
+def _smaller_ps(program: PsProgram) -> Iterator[PsProgram]:
+    for number in range(len(program.blows)):
+        yield replace(program, blows=_without(program.blows, number))
+    for name in ("workers", "servers", "steps"):
+        if getattr(program, name) > 1:
+            yield replace(program, **{name: getattr(program, name) - 1})
+    for name in ("every", "part_bytes", "momentum", "latency", "pause"):
+        if getattr(program, name) != getattr(PLAIN_PS, name):
+            yield replace(program, **{name: getattr(PLAIN_PS, name)})
+    for number, blow in enumerate(program.blows):
+        if blow.seconds > 0.01:
+            shorter = replace(blow, seconds=blow.seconds / 2)
+            yield replace(program, blows=_with(program.blows, number, shorter))
+
+
 class Kind(NamedTuple):
     """A kind of job: what makes the program of a seed, what plays it, and what cuts it down."""
 
@@ -169,5 +190,6 @@ class Kind(NamedTuple):
 
 KINDS = {
     "ranks": Kind(make_program, play, _smaller),
+    "ps": Kind(make_ps_program, play_ps, _smaller_ps),
     "elastic": Kind(make_elastic_program, play_elastic, _smaller_elastic),
 }

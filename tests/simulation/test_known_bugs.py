@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.known_bugs import ELASTIC_BUGS, KNOWN_BUGS
+from tests.simulation.known_bugs import ELASTIC_BUGS, KNOWN_BUGS, PS_BUGS
 from tests.simulation.ranks import PROGRESS
 from tests.simulation.shrinking import KINDS, Kind, shrink
 
@@ -25,6 +25,12 @@ def test_a_bug_of_ranks_is_found(name: str) -> None:
 def test_a_bug_of_elastic_jobs_is_found(name: str) -> None:
     with ELASTIC_BUGS[name]():
         assert is_found(KINDS["elastic"])
+
+
+@pytest.mark.parametrize("name", PS_BUGS)
+def test_a_bug_of_parameter_servers_is_found(name: str) -> None:
+    with PS_BUGS[name]():
+        assert is_found(KINDS["ps"])
 
 
 def test_a_seed_that_fails_is_shrunk_to_what_matters() -> None:

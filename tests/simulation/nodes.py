@@ -1,0 +1,257 @@
+"""Processes with several threads in a world, and what the product asks of threads.
+
+Each thread runs while it has the baton. A node can be killed, which ends all of its threads where
+they sleep, or stopped, so that none goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdlite.common.plain.handles import Handle
+from tests.simulation.world import Action, KilledError, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.clusters import Cluster, Link, SimulatedListener
+
+
+class KilledThread(BaseException):
+    """What ends the threads of a node that was killed."""
+
+
+class _Here(threading.local):
+    task: Task
+
+
+here = _Here()
+
+
+class Node:
+    """A process: its threads, and what it has open."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster, self.name = cluster, name
+        self.lives = True
+        self.stopped = False  # By a signal, which another one may undo.
+        self.full = False  # Its disk.
+        self.slow = 0.0  # Seconds that its disk takes for a piece of a file.
+        self.tasks: list[Task] = []
+        self.links: list[Link] = []
+        self.listeners: list[SimulatedListener] = []
+        self.files: dict[Path, None] = {}  # That are not synchronized.
+        self.renames: list[tuple[Path, Path, bytes | None]] = []  # Nor these, with what was there.
+        self.ended: Callable[[BaseException | None], object] = lambda _error: None
+
+    def start(self, main: Action) -> None:
+        """Begin to run `main`; `ended` hears of its end, but not where the node is killed."""
+        Task(self, "main", partial(self._run, main)).start()
+
+    def _run(self, main: Action) -> None:
+        error: BaseException | None = None
+        try:
+            main()
+        except Exception as raised:
+            error = raised
+        self.end()
+        self.ended(error)
+
+    def end(self) -> None:
+        """Close all that is open, as the system does."""
+        self.lives = False
+        for listener in self.listeners:
+            listener.shut()
+        for link in [*self.links]:
+            link.close(self)
+
+    def kill(self, *, crashes: bool = False) -> None:
+        """End all threads; where the host crashes, its disk has only what was synchronized."""
+        self.end()
+        for task in [*self.tasks]:
+            task.kill()
+        if crashes:
+            self._crash(self.cluster.world.lot)
+
+    def _crash(self, lot: random.Random) -> None:
+        for source, target, old in reversed(self.renames):
+            if lot.random() < 0.5 and target.exists():
+                target.rename(source)
+                if old is not None:
+                    target.write_bytes(old)
+        for path in self.files:
+            if path.exists():
+                os.truncate(path, lot.randint(0, path.stat().st_size))
+
+    def go_on(self) -> None:
+        """Run again after a stop."""
+        self.stopped = False
+        for task in self.tasks:
+            task.poke()
+
+
+class Task(Process):
+    """A thread of a node, with what the product asks of one."""
+
+    def __init__(self, node: Node, name: str, target: Action) -> None:
+        super().__init__(node.cluster.world, f"{node.name} {name}")
+        self.node = node
+        self.thread = threading.Thread(target=self._run, args=(target,), daemon=True)
+        self._joins = Signal()
+        node.tasks.append(self)
+
+    def start(self) -> None:
+        self._world.after(self._world.soon(), self._start)
+
+    def _start(self) -> None:
+        if not self.killed:
+            self.begin(self.thread.start)
+
+    def _run(self, target: Action) -> None:
+        here.task = self
+        try:
+            target()
+        except KilledThread:
+            pass
+        except BaseException as error:
+            self.node.cluster.fail(self, error)
+        self._joins.give()
+        self.end()
+
+    def join(self) -> None:
+        self._joins.wait(lambda: self.ended)
+
+    def stack(self) -> list[str]:
+        """Return where it is in the code of the parameter server, the innermost function first."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        words = []
+        while frame is not None:
+            if "/hvdlite/ps/" in frame.f_code.co_filename:
+                words.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+            frame = frame.f_back
+        return words[:4]
+
+    def sleep(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        try:
+            return self.sleep_until(ready, seconds)
+        except KilledError:
+            raise KilledThread from None
+
+    def _resume(self) -> None:
+        if self.node.stopped and not self.killed:
+            self._resuming = False
+        else:
+            super()._resume()
+
+    def _time_is_up(self, turn: int) -> None:
+        if not self.node.stopped or self.killed:
+            super()._time_is_up(turn)
+
+
+class Signal:
+    """Wakes the threads that wait."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] = []
+
+    def wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        task = here.task
+        self._tasks.append(task)
+        try:
+            return task.sleep(ready, seconds)
+        finally:
+            self._tasks.remove(task)
+
+    def give(self) -> None:
+        for task in self._tasks:
+            task.poke()
+
+
+class Event:
+    def __init__(self) -> None:
+        self._set, self._signal = False, Signal()
+
+    def set(self) -> None:
+        self._set = True
+        self._signal.give()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._signal.wait(lambda: self._set, timeout)
+
+
+class Condition:
+    def __init__(self) -> None:
+        self._count, self._signal = 0, Signal()
+
+    def __enter__(self) -> None:
+        """Only one thread runs at a time."""
+
+    def __exit__(self, *_: object) -> None:
+        """See `__enter__`."""
+
+    def notify_all(self) -> None:
+        self._count += 1
+        self._signal.give()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        count = self._count
+        return self._signal.wait(lambda: self._count > count, timeout)
+
+
+class Queue:
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._signal = Signal()
+
+    def put(self, item: object) -> None:
+        self._items.append(item)
+        self._signal.give()
+
+    def get(self) -> Any:
+        self._signal.wait(lambda: bool(self._items))
+        return self._items.popleft()
+
+
+class Loop:
+    """What a thread waits for: calls, and what the world has for it."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Action] = deque()
+        self._signal, self._woken = Signal(), False
+
+    def post(self, function: Action) -> None:
+        self._calls.append(function)
+        self.wake()
+
+    def wake(self) -> None:
+        self._woken = True
+        self._signal.give()
+
+    def run_once(self, timeout: float | None = None) -> bool:
+        self._signal.wait(lambda: self._woken, timeout)
+        self._woken = False
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+        return True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def new_thread(target: Action, name: str = "", daemon: bool = False) -> Task:
+    return Task(here.task.node, name, target)
+
+
+def sleep_for(handle: Handle, seconds: float = -1) -> None:
+    task = here.task
+    handle.on_end(task.poke)
+    task.sleep(handle.poll, None if seconds < 0 else seconds)

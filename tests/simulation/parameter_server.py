@@ -1,0 +1,367 @@
+"""A job of the parameter server in a world: its scheduler, servers and workers, and what befalls.
+
+All of them are the real ones. Workers train one table by a script; nodes that are killed come
+again, as their supervisor starts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
+from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.roles import run_scheduler, run_server
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.clocks import MODES, SSP, SYNC
+from hvdlite.ps.tables.updater import Added, Updater
+from hvdlite.ps.worker.shard import PsRolledBack
+from hvdlite.ps.worker.worker import Worker
+from tests.ps.test_tables import Momentum
+from tests.simulation.clusters import Cluster
+from tests.simulation.nodes import Node, here
+from tests.simulation.world import BrokenError, World
+
+RESULTS, PROGRESS, STALENESS, ENDS = (
+    "every push is applied exactly once",
+    "nobody waits for what can never come",
+    "the fastest worker is not too far ahead",
+    "the job ends by the rules",
+)
+# A job that makes no progress for so long will never make any: nodes come again sooner, and what
+# waits for a lost one is told sooner.
+PATIENCE_SECONDS = 40.0
+SPECS = [TensorSpec("a", "float64", (7,)), TensorSpec("b", "float64", (3, 2))]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """Something that happens to a node, or between two, for some seconds."""
+
+    at: float
+    kind: str  # "kill", "crash", "stop", "cut", "stall", "fill", "slow"
+    node: str
+    other: str = ""
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class PsProgram:
+    """A job of the parameter server."""
+
+    seed: int
+    servers: int = 1
+    workers: int = 1
+    mode: str = SYNC
+    staleness: int | None = None
+    steps: int = 4
+    every: int = 0  # Updates from one snapshot to the next; 0: there are none.
+    part_bytes: int = 24
+    momentum: bool = False
+    latency: float = 1e-4
+    pause: float = 0.0  # Between two steps of a worker, at most.
+    blows: tuple[Blow, ...] = ()
+
+    @property
+    def loses(self) -> bool:
+        """Whether a server may lose what nobody has."""
+        kills = [each for each in self.blows if each.kind in ("kill", "crash")]
+        return self.every != 1 and any(each.node.startswith(SERVER) for each in kills)
+
+    @property
+    def options(self) -> TableOptions:
+        return TableOptions(self.mode, self.staleness, part_bytes=self.part_bytes)
+
+
+def make_ps_program(seed: int) -> PsProgram:
+    """Return the program of a seed."""
+    lot = random.Random(seed)
+    servers, workers = lot.choice((1, 2, 2, 3)), lot.choice((1, 2, 2, 3))
+    mode = lot.choice(MODES)
+    latency = lot.choice((1e-5, 1e-4, 5e-3))
+    pause = lot.choice((0.0, 1e-3, 0.3))
+    steps = lot.randint(3, 9)
+    every = lot.choice((0, 1, 1, 1, 3))
+    names = [f"{SERVER} {n}" for n in range(servers)] + [f"{WORKER} {n}" for n in range(workers)]
+    if every:
+        names.append(SCHEDULER)
+    blows = []
+    span = steps * (pause + 10 * latency) + lot.choice((0.0, 0.01, 0.5))
+    for _ in range(lot.choice((0, 1, 1, 2, 2, 3, 4))):
+        at = span * lot.random()
+        kind = lot.choice(("kill", "kill", "kill", "crash", "stop", "cut", "stall", "fill", "slow"))
+        node, other = lot.choice(names), lot.choice(names)
+        seconds = lot.choice((0.01, 0.3, 2.0)) * lot.random()
+        blows.append(Blow(at, kind, node, other, seconds))
+        if lot.random() < 0.3:  # Two that come together.
+            later = at + lot.choice((0.0, 1e-3, 0.1)) * lot.random()
+            blows.append(Blow(later, lot.choice(("kill", "stop")), other, node, seconds))
+    return PsProgram(
+        seed, servers, workers, mode, lot.randint(0, 2) if mode == SSP else None, steps, every,
+        lot.choice((16, 24, 4096)), lot.random() < 0.5, latency, pause, tuple(blows),
+    )  # fmt: skip
+
+
+def gradients_of(step: int, worker: int) -> list[Array]:
+    """Return whole numbers, which add up to the same in all orders."""
+    made = np.random.default_rng([step, worker])
+    return [made.integers(1, 1 << 40, spec.size).astype(np.float64) for spec in SPECS]
+
+
+def first_values() -> list[Array]:
+    return [np.arange(spec.size, dtype=np.float64) for spec in SPECS]
+
+
+class Oracle:
+    """What numpy makes of all steps, in one process."""
+
+    def __init__(self, program: PsProgram) -> None:
+        self._program = program
+        updater = new_updater(program)
+        updater.begin(first_values())
+        self.versions = [_copy(updater.values())]  # In sync, by the number of steps.
+        workers = range(program.workers)
+        for step in range(program.steps):
+            terms = [gradients_of(step, worker) for worker in workers]
+            if program.mode == SYNC:
+                scale = 1 / program.workers
+                updater.step([sum(each) * scale for each in zip(*terms, strict=True)], [])
+            else:
+                for term in terms:
+                    updater.step(term, [])
+            self.versions.append(_copy(updater.values()))
+
+
+def new_updater(program: PsProgram) -> Updater:
+    """Return what runs on servers: with a state, or one that does not mind the order."""
+    return Momentum() if program.momentum and program.mode == SYNC else Added()
+
+
+def _copy(values: Sequence[Array]) -> list[Array]:
+    return [array.copy() for array in values]
+
+
+class PsJob:
+    """A program in a world."""
+
+    def __init__(self, program: PsProgram, folder: Path) -> None:
+        self.program, self.folder = program, folder
+        self.world = World(program.seed)
+        self.cluster = Cluster(self.world, program.latency)
+        self.broken: BrokenError | None = None
+        self.progress = 0.0
+        self.begun: dict[int, int] = dict.fromkeys(range(program.workers), 0)  # Pushes, by worker.
+        self.done: set[int] = set()  # Workers that have made all steps.
+        self.leaves = False  # Workers have begun to leave.
+        self.codes: dict[str, int] = {}  # Of nodes that have ended.
+        self.errors: dict[str, BaseException] = {}
+        self.nodes: dict[str, Node] = {}
+        self._oracle = Oracle(program)
+        self._settings = ClusterSettings(
+            SCHEDULER, "127.0.0.1:4242", program.servers, program.workers, token=b"a secret",
+            independent=True, start_seconds=20.0, server_seconds=20.0, worker_seconds=20.0,
+            snapshots=str(folder) if program.every else "", snapshot_every=program.every or 1,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Run the job. Raises `BrokenError`."""
+        with self.cluster.around():
+            for name in self._names():
+                self.world.after(self.world.lot.random() * 0.01, partial(self._start, name))
+            for blow in self.program.blows:
+                self.world.after(blow.at, partial(self._strike, blow))
+            self.world.after(PATIENCE_SECONDS, self._watch)
+            try:
+                self.world.run(self._over)
+                self._check_end()
+            finally:
+                self.cluster.close()
+
+    def _names(self) -> list[str]:
+        servers = [f"{SERVER} {number}" for number in range(self.program.servers)]
+        workers = [f"{WORKER} {number}" for number in range(self.program.workers)]
+        return [SCHEDULER, *servers, *workers]
+
+    def _over(self) -> bool:
+        if self.cluster.failure is not None:
+            return True
+        return self.codes.keys() >= set(self._names())
+
+    # -- nodes
+
+    def _start(self, name: str) -> None:
+        role, _, number = name.partition(" ")
+        settings = replace(
+            self._settings, role=role, node_id=name, number=int(number) if number else None
+        )
+        node = self.nodes[name] = self.cluster.node(name)
+        self.progress = self.world.now
+        self.world.tell(name, "starts")
+        node.ended = partial(self._ended, name)
+        if role == SCHEDULER:
+            node.start(partial(run_scheduler, settings))
+        elif role == SERVER:
+            node.start(partial(run_server, settings, lambda _described: new_updater(self.program)))
+        else:
+            node.start(partial(self._train, settings, int(number)))
+
+    def _ended(self, name: str, error: BaseException | None) -> None:
+        self.codes[name] = int(error is not None)
+        if error is None:
+            self.world.tell(name, "ends")
+            return
+        self.world.tell(name, f"fails: {error}")
+        self.errors[name] = error
+        if isinstance(error, BrokenError):
+            self.cluster.failure = error
+        elif not isinstance(error, HorovodInternalError):
+            text = f"{name}: {type(error).__name__}: {error}"
+            self.cluster.failure = BrokenError(ENDS, text)
+            self.cluster.failure.__cause__ = error
+
+    # -- what happens
+
+    def _strike(self, blow: Blow) -> None:
+        node, other = self.nodes.get(blow.node), self.nodes.get(blow.other)
+        if node is None or not node.lives or self.leaves:
+            return
+        after = self.world.after
+        self.progress = self.world.now
+        self.world.tell(blow.node, f"{blow.kind} {blow.other} {blow.seconds:.3f}")
+        match blow.kind:
+            case "kill" | "crash":
+                node.kill(crashes=blow.kind == "crash")
+                after(blow.seconds, partial(self._start, blow.node))
+            case "stop":
+                node.stopped = True
+                after(blow.seconds, node.go_on)
+            case "cut" if other is not None and other is not node:
+                self.cluster.cut(node, other, blow.seconds)
+            case "stall":
+                self.cluster.stalls[blow.node, blow.other] = self.world.now + blow.seconds
+            case "fill":
+                node.full = True
+                after(blow.seconds, lambda: setattr(node, "full", False))
+            case "slow":
+                node.slow = 0.05
+                after(blow.seconds, lambda: setattr(node, "slow", 0.0))
+
+    # -- a worker
+
+    def _train(self, settings: ClusterSettings, number: int) -> None:
+        program, lot = self.program, random.Random(self.program.seed * 100 + number)
+        worker = Worker(settings, number=number)
+        values = first_values()
+        table = worker.declare("t", SPECS, program.options, lambda: values)
+        while True:
+            try:
+                table.pull(values)
+                self._check_pull(number, table.clock, values)
+                if table.clock >= program.steps:
+                    break
+                step = table.clock
+                self.begun[number] = max(self.begun[number], step + 1)
+                table.push(gradients_of(step, number), {})
+                here.task.sleep(lambda: False, program.pause * lot.random())
+            except PsRolledBack as error:
+                self.world.tell(f"{WORKER} {number}", f"goes back to step {error.version}")
+                if not program.loses:
+                    raise BrokenError(RESULTS, f"{WORKER} {number} goes back: {error}") from error
+        self.world.tell(f"{WORKER} {number}", "has made all steps")
+        self.done.add(number)
+        self._meet(number)
+        table.pull(values)
+        self._check_result(number, values)
+        self.leaves = True
+        worker.leave()
+
+    def _meet(self, number: int) -> None:
+        """Wait until all workers have made their steps, without a word to the servers."""
+        task = here.task
+        for node in self.nodes.values():
+            for each in node.tasks:
+                each.poke()
+        task.sleep(lambda: len(self.done) == self.program.workers)
+
+    def _check_pull(self, number: int, clock: int, values: Sequence[Array]) -> None:
+        self.progress = self.world.now
+        program = self.program
+        if program.mode == SYNC and not program.loses:
+            self._compare(f"{WORKER} {number}, step {clock}", values, clock)
+        if program.mode == SSP and not program.loses and program.staleness is not None:
+            slowest = min(self.begun.values())
+            if slowest < clock - program.staleness:
+                text = f"{WORKER} {number} begins step {clock}, and others are at {self.begun}"
+                raise BrokenError(STALENESS, text)
+
+    def _check_result(self, number: int, values: Sequence[Array]) -> None:
+        program = self.program
+        if not program.loses or (program.mode == SYNC and not program.momentum):
+            self._compare(f"{WORKER} {number}, the result", values, self.program.steps)
+
+    def _compare(self, where: str, values: Sequence[Array], steps: int) -> None:
+        for found, right in zip(values, self._oracle.versions[steps], strict=True):
+            if not np.array_equal(found, right):
+                raise BrokenError(RESULTS, f"{where}: {found.tolist()} instead of {right.tolist()}")
+
+    # -- the end
+
+    def _watch(self) -> None:
+        left = self.progress + PATIENCE_SECONDS - self.world.now
+        if left > 0:
+            self.world.after(left, self._watch)
+            return
+        self.cluster.failure = BrokenError(PROGRESS, "; ".join(self.cluster.waiting()))
+
+    def _check_end(self) -> None:
+        if isinstance(self.cluster.failure, BrokenError):
+            raise self.cluster.failure
+        if self.cluster.failure is not None:
+            failure = self.cluster.failure
+            raise BrokenError(ENDS, f"a thread fails: {failure!r}") from failure
+        if not self._over():
+            raise BrokenError(PROGRESS, "nothing will happen any more")
+        failed = {name: str(error) for name, error in self.errors.items()}
+        if failed and not (self.program.loses and self._all_heard()):
+            raise BrokenError(ENDS, f"{failed}")
+
+    def _all_heard(self) -> bool:
+        """Return whether all workers have failed that had not ended before."""
+        return all(self.codes[f"{WORKER} {n}"] for n in range(self.program.workers))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    log = logging.getLogger("hvdlite")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def play_ps(program: PsProgram) -> PsJob:
+    """Run a program; return its job, whose `broken` is the invariant that broke, or None."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="hvdlite-", dir=memory if memory.is_dir() else None))
+    job = PsJob(program, folder)
+    try:
+        with quiet():
+            job.run()
+    except BrokenError as broken:
+        job.broken = broken
+        job.world.tell("world", str(broken))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return job

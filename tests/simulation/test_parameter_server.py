@@ -1,0 +1,55 @@
+"""What seeds have found in the parameter server, as the programs to which they were cut down."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.parameter_server import Blow, PsProgram, play_ps
+
+FOUND = {
+    # A server that had lost all took the number of its updates for the steps of workers of ssp.
+    "updates are taken for steps": PsProgram(
+        620, 2, 2, "ssp", 0, 4, latency=1e-4, pause=0.3,
+        blows=(Blow(1.0160711657858958, "kill", "server 0", seconds=0.007496492870377415),),
+    ),
+    # It offered its values to nobody but a worker that had left, and called its table lost.
+    "the last worker leaves a server that returns": PsProgram(
+        1112, 2, 1, "async", None, 6, latency=5e-3,
+        blows=(
+            Blow(0.2659924262812143, "kill", "server 1", seconds=0.008213859106010423),
+            Blow(0.05686909040417048, "kill", "worker 0", seconds=0.007992228446791483),
+        ),
+    ),
+    # It began with newer values than its snapshot, and let a worker make steps that these have.
+    "newer values than those of a snapshot": PsProgram(
+        1488, 2, 2, "sync", None, 6, every=3, latency=1e-5, pause=0.3,
+        blows=(
+            Blow(0.8894974699776074, "crash", "worker 0", seconds=0.006837172648253376),
+            Blow(0.8926821516053322, "crash", "server 0", seconds=0.050592402651927354),
+            Blow(0.3800646270407142, "crash", "server 0", seconds=0.2492585016411729),
+        ),
+    ),
+    # A worker that returned pushed steps under other numbers to each server, and ssp waited.
+    "a worker returns to a server that has lost its steps": PsProgram(
+        1816, 2, 2, "ssp", 2, 4, latency=5e-3, pause=1e-3,
+        blows=(
+            Blow(0.2741941302300711, "kill", "server 0", seconds=0.006095456599128812),
+            Blow(0.32508789753099865, "kill", "worker 0", seconds=0.005740352125738653),
+        ),
+    ),
+    # A scheduler whose disk was full told members what it had forgotten when it came again.
+    "what is told is not written down": PsProgram(
+        2245, 2, 3, "sync", None, 3, every=1, momentum=True, latency=5e-3,
+        blows=(
+            Blow(0.04020285978195272, "slow", "scheduler", seconds=1.5628232741109978),
+            Blow(0.02088886301747845, "fill", "scheduler", seconds=0.07927797595175222),
+            Blow(0.046661957884136365, "kill", "scheduler", seconds=0.0010771768244306134),
+            Blow(0.05535464614429274, "kill", "worker 2", seconds=0.05470086012460984),
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_stays_mended(name: str) -> None:
+    assert play_ps(FOUND[name]).broken is None
