@@ -20,7 +20,7 @@ from tests.parallel.hosts import two_hosts
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, mpirun, run_command
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+pytestmark = [pytest.mark.scripts, pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)]
 BENCHMARKS = ROOT / "benchmarks"
 
 

@@ -11,15 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.common.collectives.native.compiler import find_compiler
 from hvdlite.tools.timeline_cli import main as timeline
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
 
+pytestmark = pytest.mark.scripts
 NEEDS_MPIRUN = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 # One rank, where another example, or another backend of this one, shows the same.
 RARELY = pytest.mark.soak
 RANKS = [pytest.param(1, marks=RARELY), pytest.param(2, marks=NEEDS_MPIRUN)]
-TORCH = ("torch", {"KERAS_BACKEND": "torch"})
-TENSORFLOW = ("tensorflow", {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"})
+# Without the compiled code, init fails then.
+NATIVE = {"HVDLITE_NATIVE": "on", "HVDLITE_TF_NATIVE": "on"} if find_compiler() else {}
+TORCH = ("torch", {"KERAS_BACKEND": "torch", **NATIVE})
+TENSORFLOW = (
+    "tensorflow",
+    {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", **NATIVE},
+)
 Framework = tuple[str, dict[str, str]]
 
 
@@ -46,7 +53,7 @@ def run(
 @pytest.mark.parametrize(
     "script, framework, ranks",
     [
-        pytest.param("torch_digits.py", TORCH, 1, id="torch-1"),
+        pytest.param("torch_digits.py", TORCH, 1, id="torch-1", marks=RARELY),
         pytest.param("torch_digits.py", TORCH, 2, id="torch-2", marks=NEEDS_MPIRUN),
         pytest.param("tf_digits.py", TENSORFLOW, 1, id="tf-1", marks=RARELY),
         pytest.param("tf_digits.py", TENSORFLOW, 2, id="tf-2", marks=NEEDS_MPIRUN),
@@ -177,6 +184,7 @@ def test_resnet_is_measured(ranks: int, script: str, framework: Framework) -> No
 def test_the_timelines_of_all_ranks_can_be_merged(tmp_path: Path) -> None:
     needs("torch")
     flags = ("--timeline-filename", str(tmp_path / "t.json"), "--timeline-all-ranks")
+    flags += ("--transport", "mpi")
     quick = ("--batch-size", 1, "--image-size", 64, "--num-warmup-batches", 0)
     quick += ("--num-batches-per-iter", 2, "--num-iters", 1, "--no-cuda", "--bf16-allreduce")
     run(2, "torch_synthetic_benchmark.py", *quick, launcher=flags)

@@ -66,6 +66,7 @@ def parameters(scripts: list[Script]) -> list[object]:
     ]
 
 
+@pytest.mark.scripts
 @pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 @pytest.mark.parametrize("script", parameters(SCRIPTS))
 def test_a_script_prints_what_the_page_says(script: Script, tmp_path: Path) -> None:

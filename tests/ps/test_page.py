@@ -18,6 +18,7 @@ BLOCK = re.compile(r"<!-- (script|started by|prints) -->\n```\w*\n(.*?)\n```\n",
 PAGE = ROOT / "docs" / "parameter_server.md"
 
 
+@pytest.mark.scripts
 def test_the_script_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
     blocks = dict(BLOCK.findall(PAGE.read_text()))
     (tmp_path / "script.py").write_text(blocks["script"])

@@ -14,6 +14,7 @@ import pytest
 from tests.launcher.elastic.jobs import Watch
 from tests.launcher.jobs import launch, start
 
+pytestmark = [pytest.mark.scripts, pytest.mark.torch]
 ROOT = Path(__file__).parents[3]
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -31,7 +32,6 @@ def commands() -> list[str]:
     return [block.strip() for block in BASH.findall(tutorial)]
 
 
-@pytest.mark.torch
 def test_the_tutorial_can_be_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
@@ -62,7 +62,6 @@ def test_the_tutorial_can_be_followed(tmp_path: Path, monkeypatch: pytest.Monkey
         assert watch.finish(LIMIT_SECONDS) == 130
 
 
-@pytest.mark.torch
 def test_the_example_goes_on_when_ranks_change_after_the_last_step_of_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +84,6 @@ def test_the_example_goes_on_when_ranks_change_after_the_last_step_of_an_epoch(
         assert watch.finish(LIMIT_SECONDS) == 130
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("script", SCRIPTS, ids=["torch", "numpy"])
 def test_the_scripts_of_the_page_run(script: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
