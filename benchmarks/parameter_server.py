@@ -11,6 +11,8 @@ out). Every part starts clusters of processes on this machine:
   memory, in turns with allreduce by hvdlite among 2 ranks.
 - sockets: the same step by Unix sockets (ipc) and TCP, without shared memory.
 - tiny: a step of 1,000 parameters of 16 elements.
+- calls: raw pushes and pulls of 4 KiB, of 1,000 tables and of rows, in turns with gloo's send and
+  recv and torch RPC between two processes, which do the same.
 - hosts: 4 workers and 4 servers on 8 simulated hosts, beside what the links allow; and the step
   after a backward that takes twice as long as the bytes on a link, during which they are pushed.
 """
@@ -23,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from measuring import make_parser, parse, say, table, write
+from ps_calls import measure_calls
 from ps_cluster import Rows
 from ps_hosts import measure_hosts
 from ps_steps import measure_sockets, measure_step, measure_tiny, train_by_allreduce
 
 PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "step": measure_step, "sockets": measure_sockets, "tiny": measure_tiny,
-    "hosts": measure_hosts,
+    "calls": measure_calls, "hosts": measure_hosts,
 }  # fmt: skip
 
 
