@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -102,6 +103,9 @@ def check_load(folder: Path, name: str) -> None:
     assert torch.equal(model.up.weight.to_local(), up)
     assert torch.equal(model.down.weight.to_local(), down)
     x = hvd.allgather(example[0], name="x")
+    with pytest.raises(ValueError, match="last has no values: it was made on the meta device"):
+        model(*example)
+    model.last.zero_()
     with torch.no_grad():
         output = model(*example)
         inner = x @ up.t()

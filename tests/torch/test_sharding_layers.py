@@ -279,6 +279,51 @@ def test_a_transformer_of_which_the_words_are_cut() -> None:
     assert found.plan["linear1"].strategy == ((1, 3, 1), (1, 1)), "all of the block follows"
 
 
+class Sorted(nn.Module):
+    """What looks along one dimension, with one result and with two."""
+
+    def forward(self, x: Any) -> Any:
+        largest, at = x.max(1)
+        values, places = x.topk(2, 1)
+        sums, order = x.cumsum(1), x.sort(1)
+        found = values.sum(1) + places.sum(1) + largest * at + x.min(1)[0] + x.median(1)[0]
+        found = found + x.argmax(1) * x.kthvalue(2, 1)[0] + torch.var_mean(x, 1)[1]
+        return found, sums + order[0] * order[1], torch.max(x, x.tanh()), x.cummax(1)[0]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_looks_along_a_dimension_is_cut_along_others(ranks: int) -> None:
+    """None of it runs on whole inputs, which would be a warning, and so an error here."""
+    x = torch.randn(BATCH, WORDS, WIDTH)
+    found = check_against_one_process(Sorted(), [x], {}, ranks)
+    assert found.received_bytes == 0, "the batch is cut, and stays so"
+    found = check_against_one_process(Sorted(), [x], {"input0": ((1, 1, ranks),)}, ranks)
+    for name in ("max", "topk", "cumsum", "sort", "argmax"):
+        assert found.plan[name].strategy == ((1, 1, ranks),), name
+        assert found.plan[name].bytes == 0
+
+
+class InPlace(nn.Module):
+    """Changes a tensor by others of larger dtypes, and keeps its own."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        z = x.float() * 3
+        z += y
+        assert z.dtype == torch.float32
+        z.mul_(y).clamp_(min=y.double())
+        z.masked_fill_(z > 9, 1)
+        return z.double() + z.gt_(y)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_an_operator_in_place_keeps_the_dtype(ranks: int) -> None:
+    inputs = [torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)]
+    for cuts in ({}, {"input0": ((1, ranks),)}):
+        found = check_against_one_process(InPlace(), inputs, cuts, ranks, tolerance=1e-6)
+        together = torch.cat([each[0] for each in found.outputs])
+        assert torch.equal(together, InPlace()(*inputs)), "rounded to float32 each time"
+
+
 class Rolled(nn.Module):
     """All elements, and those of a dimension, in a circle."""
 

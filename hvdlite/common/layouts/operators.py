@@ -47,7 +47,8 @@ class Operator:
     `uncut` has the axes that no strategy may cut, as an operator needs them whole. A view computes
     nothing, and need not use all ranks: it is cut where that costs no bytes. `exchanged`: an axis
     along which ranks exchange inside of the operator, where it is cut, and how many tensors like
-    the result go around; 0: a rank's part of the result comes from all of them.
+    the result go around; 0: a rank's part of the result comes from all of them. `also`: results
+    beside the first one, such as the places of what is sorted.
     """
 
     name: str
@@ -58,6 +59,16 @@ class Operator:
     bytes_per_element: int = 4
     is_view: bool = False
     exchanged: tuple[int, int] | None = None
+    also: tuple[Operand, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        """All of its results, which are cut along the same axes."""
+        return (self.output, *self.also)
+
+    def result(self, tensor: str) -> Operand:
+        """Return the result of this name."""
+        return next(each for each in self.outputs if each.tensor == tensor)
 
     @property
     def summed(self) -> tuple[int, ...]:

@@ -143,11 +143,11 @@ def _needed_whole(operators: Sequence[Operator]) -> dict[str, set[int]]:
     """
     needed: dict[str, set[int]] = {}
     for operator in [*reversed(operators), *reversed(operators)]:
-        later = needed.get(operator.output.tensor, set())
         uncut = operator.uncut | {
-            axis
-            for dim, axis in enumerate(operator.output.axes)
-            if axis is not None and dim in later
+            result.axes[dim] or 0
+            for result in operator.outputs
+            for dim in needed.get(result.tensor, ())
+            if result.axes[dim] is not None
         }
         if not operator.summed:
             uncut |= {
@@ -185,7 +185,7 @@ class _Graph:
         for operator in operators:
             for operand in operator.inputs:
                 self._consumers.setdefault(operand.tensor, []).append(operator.name)
-            self._producer[operator.output.tensor] = operator.name
+            self._producer |= {each.tensor: operator.name for each in operator.outputs}
         self._needed_whole = _needed_whole(operators)
 
     def spread(self, names: list[str], by_samples: bool = False) -> None:
@@ -202,7 +202,7 @@ class _Graph:
 
     def _neighbours(self, name: str) -> list[str]:
         operator = self.operators[name]
-        after = self._consumers.get(operator.output.tensor, [])
+        after = [name for each in operator.outputs for name in self._consumers.get(each.tensor, [])]
         before = [
             self._producer[operand.tensor]
             for operand in operator.inputs
@@ -271,7 +271,7 @@ class _Graph:
                 if name != operator.name and name in self.cuts:
                     alike += self._wishes(name, operand.tensor)
             if wanted not in alike:
-                held = self._layout(producer, self.operators[producer].output)
+                held = self._layout(producer, self.operators[producer].result(operand.tensor))
                 total += bytes_to_receive(
                     held, wanted[0], operand.shape, operator.bytes_per_element
                 )
@@ -279,18 +279,20 @@ class _Graph:
 
     def _bytes_after(self, operator: Operator, cuts: tuple[int, ...]) -> int:
         """Return what a rank receives of this output for decided operators after this one."""
-        output = operator.output
-        held = layout_of(output, cuts, self._ranks)
-        wishes = {
-            wish
-            for consumer in self._consumers.get(output.tensor, [])
-            if consumer in self.cuts
-            for wish in self._wishes(consumer, output.tensor)
-        }
-        return sum(
-            bytes_to_receive(held, wanted, output.shape, operator.bytes_per_element)
-            for wanted, _ in wishes
-        )
+        total = 0
+        for output in operator.outputs:
+            held = layout_of(output, cuts, self._ranks)
+            wishes = {
+                wish
+                for consumer in self._consumers.get(output.tensor, [])
+                if consumer in self.cuts
+                for wish in self._wishes(consumer, output.tensor)
+            }
+            total += sum(
+                bytes_to_receive(held, wanted, output.shape, operator.bytes_per_element)
+                for wanted, _ in wishes
+            )
+        return total
 
     def _wishes(self, name: str, tensor: str) -> list[Wish]:
         """Return how a decided operator wants a tensor that it takes once, or several times."""
@@ -334,9 +336,10 @@ def leaf_layouts(operators: Sequence[Operator], choices: Mapping[str, Choice]) -
     its output among its inputs changes it in place.
     """
     made = {
-        operator.output.tensor
+        output.tensor
         for operator in operators
-        if all(operand.tensor != operator.output.tensor for operand in operator.inputs)
+        for output in operator.outputs
+        if all(operand.tensor != output.tensor for operand in operator.inputs)
     }
     layouts: dict[str, Layout] = {}
     for operator in operators:

@@ -150,14 +150,14 @@ class _Costs:
         self.held = [np.zeros(len(choices[each.name])) for each in operators]
         self.pairs: dict[tuple[int, int], Any] = {}
         self._known: dict[Any, Any] = {}
-        maker: dict[str, int] = {each.output.tensor: i for i, each in enumerate(operators)}
+        maker = {out.tensor: i for i, each in enumerate(operators) for out in each.outputs}
         first: dict[str, tuple[int, Operand]] = {}
         for index, operator in enumerate(operators):
             for operand in operator.inputs:
                 self._count(index, operator, operand, maker, first)
-            if operator.output.tensor in ends.outputs:
-                size = operator.bytes_per_element
-                self._add_share(index, operator.output, size)
+            for output in operator.outputs:
+                if output.tensor in ends.outputs:
+                    self._add_share(index, output, operator.bytes_per_element)
 
     def named(self, found: Sequence[int]) -> dict[str, Cuts]:
         """Return the cuts by the names of operators."""
@@ -181,7 +181,7 @@ class _Costs:
             size = self._ends.parameters[tensor]
         makes = maker.get(tensor)
         if makes is not None and makes != index:
-            self._add_pair(makes, self._operators[makes].output, index, operand, size)
+            self._add_pair(makes, self._operators[makes].result(tensor), index, operand, size)
         elif tensor in self._ends.batches:
             self._add_share(index, operand, size)
         if tensor in self._ends.parameters and makes is None:

@@ -323,7 +323,7 @@ class Lowering:
             if call.detached:
                 one = self._call(torch.ops.aten.detach.default, (one,), {})
             shape = self._record.shapes[name]
-            layout = choice.output if index == 0 else whole(len(shape), self._ranks)
+            layout = layout_of(operator.outputs[index], choice.cuts, self._ranks)
             self._values[name] = _Value(one, shape, layout, summed, made)
 
     def _nodes(self, call: Call) -> list[Any]:

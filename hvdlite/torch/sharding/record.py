@@ -1,7 +1,7 @@
 """The record of the operators of a module, while it runs on meta tensors.
 
 The record has two sides: `Operator`s, which say how each may be cut, and `Call`s, which say what
-runs. Both name tensors alike, and one call has one operator, but for those with several results.
+runs. Both name tensors alike, and one call has one operator.
 """
 
 from __future__ import annotations
@@ -217,6 +217,12 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "part cannot: keep it outside of the part"
             )
         self._stale |= dict.fromkeys(sharing, f"{self._path}{name}")
+        made = overload(*args, **kwargs)
+        if isinstance(made, torch.Tensor) and made.dtype != target.dtype:
+            self._record(overload, name, args, kwargs, made)
+            overload, name, args, kwargs = (
+                aten._to_copy.default, "_to_copy", (made,), {"dtype": target.dtype}
+            )  # fmt: skip
         self._record(overload, name, args, kwargs, target, renames=True)
 
     @property
@@ -289,17 +295,16 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValueError(f"{function} returns lists of tensors, which a sharded part cannot")
         # A counter that a norm changes first, and packed weights, are not what a module is about.
         is_named = changes is None and function is not torch.ops.hvdlite.rows_apart.default
-        names = [self._unique(function, is_named) for _ in places]
-        for name, place in zip(names, places, strict=True):
-            output = leaves[place]
-            self._operator(name, inputs, (self.name(output), tuple(output.shape)), rule, output)
+        name = self._unique(function, is_named)
+        outputs = [(self.name(leaves[i]), tuple(leaves[i].shape)) for i in places]
+        self._operator(name, inputs, outputs[0], rule, leaves[places[0]], outputs[1:])
         if rule is None:
-            self.whole.add(names[0])
+            self.whole.add(name)
         several = not isinstance(result, torch.Tensor)
         self.calls.append(
             Call(
-                names[0], function, refs[0], refs[1],
-                tuple(self.name(leaves[place]) for place in places),
+                name, function, refs[0], refs[1],
+                tuple(each for each, _ in outputs),
                 tuple(places) if several else (), rule,
                 _draws(function, refs[0], refs[1]), changes, _updates(function, refs[0]),
                 not torch.is_grad_enabled(),
@@ -313,6 +318,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output: tuple[str, tuple[int, ...]],
         rule: Rule | None,
         like: torch.Tensor,
+        also: Sequence[tuple[str, tuple[int, ...]]] = (),
     ) -> None:
         axes = rule.inputs if rule else [(None,) * len(shape) for _, shape in inputs]
         turned = rule.turned if rule else ()
@@ -326,6 +332,10 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 rule.lengths if rule else (), rule.uncut if rule else frozenset(),
                 like.element_size(), rule.is_view if rule else False,
                 rule.exchanged if rule else None,
+                tuple(
+                    Operand(*each, rule.also[i] if rule else (None,) * len(each[1]))
+                    for i, each in enumerate(also)
+                ),
             )
         )  # fmt: skip
 

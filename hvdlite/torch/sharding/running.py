@@ -159,6 +159,8 @@ class _Runner:
         # Of how many tensors a call has been planned for.
         self._tensors: int | None = None
         self._parts: dict[Any, _Part] = {}
+        # Buffers that got memory here, and that no checkpoint has: their parts, as they were made.
+        self._unfilled_buffers: dict[str, tuple[torch.Tensor, int]] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module or function on local tensors.
@@ -192,10 +194,31 @@ class _Runner:
                     f"{len(tensors)}: give example= all of them, and shard another part for others"
                 )
             part = self.prepare(args)
+        if self._unfilled_buffers:
+            self._check_filled(part)
         part.lowered.seed.value = seed
         for name, moved in part.lowered.warnings:
             _warn_once(name, moved)
         return part
+
+    def _check_filled(self, part: _Part) -> None:
+        """Raise `ValueError` for a buffer without values, which NaN would come from."""
+        for name, (local, version) in list(self._unfilled_buffers.items()):
+            table, own = self._place(name)
+            if table[own] is None or getattr(table[own], "_local_tensor", None) is not local:
+                is_filled = True  # Another one took its place.
+            elif local.is_floating_point() or local.is_complex():
+                is_filled = not local.isnan().all()
+            else:
+                is_filled = local.is_inference() or local._version != version
+            if is_filled:
+                del self._unfilled_buffers[name]
+            elif name in part.lowered.leaves:
+                raise ValueError(
+                    f"{name} has no values: it was made on the meta device, and no checkpoint has "
+                    "it (persistent=False). Make it with device='cpu' before shard(), or fill it "
+                    "afterwards, such as by zero_()"
+                )
 
     def _start(self) -> None:
         if not dist.is_initialized():
@@ -291,12 +314,16 @@ class _Runner:
 
     def _distribute(self, layouts: Mapping[str, Layout]) -> None:
         cut: dict[int, Any] = {}
+        in_checkpoints = self._module.state_dict().keys()
         for name, (first, tensor) in named_tensors(self._module).items():
             if name != first:
                 continue
             where = nearest_placements(layouts[name], self._mesh)
             if tensor.is_meta:
                 value = self._unfilled(tensor, where)
+                if name not in in_checkpoints and value.numel():
+                    local = value._local_tensor
+                    self._unfilled_buffers[name] = local, local._version
             else:
                 value = distribute_tensor(tensor.detach(), self._mesh, where)
             cut[id(tensor)] = value

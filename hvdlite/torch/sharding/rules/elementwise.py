@@ -58,6 +58,29 @@ def along(argument: str, default: Any = None) -> Maker:
     return make
 
 
+def beside(
+    function: Any, args: Args, kwargs: Options, result: torch.Tensor | Sequence[torch.Tensor]
+) -> Rule | None:
+    """Return the rule of an operator that looks along a dimension, or some, and at none beside.
+
+    What it finds there has the dimension, whole and maybe of another length, or lacks it.
+    """
+    if function._overloadname == "other":  # The larger of two tensors.
+        assert isinstance(result, torch.Tensor)
+        return pointwise(function, args, kwargs, result)
+    shape = tuple(args[0].shape)
+    given = argument_of(function, args, kwargs, "dim")
+    dims = [given] if isinstance(given, int) else given
+    if not shape or not dims or not all(isinstance(dim, int) for dim in dims):
+        return None  # All elements in a row, or dimensions by names.
+    along = {dim % len(shape) for dim in dims}
+    axes = tuple(None if dim in along else dim for dim in range(len(shape)))
+    without = tuple(dim for dim in range(len(shape)) if dim not in along)
+    results = [result] if isinstance(result, torch.Tensor) else result
+    first, *others = (axes if each.ndim == len(shape) else without for each in results)
+    return Rule((axes,), first, shape, also=tuple(others))
+
+
 def last_two(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
     """Return the rule of an operator that needs its last two dimensions whole."""
     return pointwise(function, args, kwargs, result, (-2, -1))

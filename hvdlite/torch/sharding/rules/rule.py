@@ -36,6 +36,7 @@ class Rule:
     the result lacks, and over which the local operator sums among ranks itself. `turned`: inputs
     whose dimensions strategies list from the last one on. `exchanged`: see
     `hvdlite.common.layouts.operators.Operator`. `local`: what runs instead on parts.
+    `also`: the axes of further results.
     """
 
     inputs: tuple[Axes, ...]
@@ -47,6 +48,7 @@ class Rule:
     turned: frozenset[int] = frozenset()
     exchanged: tuple[int, int] | None = None
     local: Callable[[Site, tuple[Any, ...], dict[str, Any]], Run] | None = None
+    also: tuple[Axes, ...] = ()
 
 
 Args = Sequence[Any]

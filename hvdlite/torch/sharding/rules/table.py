@@ -13,9 +13,11 @@ from hvdlite.torch.sharding.rules.rule import Args, Maker, Options, Rule, tensor
 
 def rule_of(function: Any, args: Args, kwargs: Options, result: Any) -> Rule | None:
     """Return the rule of an operator that was called so, or None: then it needs whole inputs."""
-    if not isinstance(result, torch.Tensor) or not tensors_of(args, kwargs):
-        return None
     name = function._schema.name.partition("::")[2]
+    if not isinstance(result, torch.Tensor) and name not in _BESIDE:
+        return None
+    if not tensors_of(args, kwargs):
+        return None
     rule = None
     if function is torch.ops.hvdlite.rows_apart.default:
         rule = views.rows_apart(function, args, kwargs, result)
@@ -37,7 +39,13 @@ _LIKE_POINTWISE = {
     "relu", "gelu", "silu", "softplus", "hardtanh", "relu6", "selu", "elu", "celu", "leaky_relu",
     "mish", "hardswish", "logsigmoid", "log_sigmoid", "masked_fill", "where", "square", "rsub",
 }  # fmt: skip
+# They return a tensor, or a tuple of some.
+_BESIDE = (
+    "sort", "argsort", "topk", "kthvalue", "mode", "max", "min", "median", "nanmedian", "cummax",
+    "cummin", "aminmax", "var_mean", "std_mean", "nansum", "prod", "count_nonzero",
+)  # fmt: skip
 _MAKERS: dict[str, Maker] = {
+    **dict.fromkeys(_BESIDE, elementwise.beside),
     **dict.fromkeys(
         ["softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod",
          "logcumsumexp"], elementwise.along("dim"),
