@@ -142,6 +142,16 @@ def test_refused_plans() -> None:
         sharding.shard(block(), search="exhaustive")
     with pytest.raises(ValueError, match="memory_limit needs search="):
         sharding.plan(block(), torch.empty(64, 64), mesh=Mesh(), memory_limit=1)
+    with pytest.raises(ValueError, match="optimizer_states needs search="):
+        sharding.plan(block(), torch.empty(64, 64), mesh=Mesh(), optimizer_states=2)
+    held = 4 * (2 * 64 * 64 + 2 * 64) * 4 // 8
+    for states, words in ((None, "of parameters,"), (2, "of parameters, gradients and optimizer")):
+        least = held if states else held // 4
+        with pytest.raises(ValueError, match=f"at least {least} bytes {words}"):
+            sharding.plan(
+                block(), torch.empty(64, 64), mesh=Mesh(), search="dynamic_programming",
+                memory_limit=1, optimizer_states=states,
+            )  # fmt: skip
     with pytest.warns(UserWarning, match="no effect"):
         sharding.shard(torch.relu, ((1, 1),), device="Ascend", level=0)
     with pytest.raises(ValueError, match="needs example="):

@@ -88,6 +88,23 @@ def _routes(held: Layout, wanted: Layout, shape: tuple[int, ...]) -> list[dict[i
     return routes
 
 
+@lru_cache(maxsize=1 << 16)
+def missing_by_link(
+    held: Layout, wanted: Layout, shape: tuple[int, ...], host_of: tuple[int, ...]
+) -> tuple[int, int]:
+    """Return the most elements that a rank receives from its own host, and from other hosts."""
+    inside = between = 0
+    for rank, sources in enumerate(_routes(held, wanted, shape)):
+        near = far = 0
+        for source, box in sources.items():
+            if host_of[source] != host_of[rank]:
+                far += volume(box)
+            elif source != rank:
+                near += volume(box)
+        inside, between = max(inside, near), max(between, far)
+    return inside, between
+
+
 def _connected(routes: Sequence[dict[int, Box]], rank: int) -> tuple[int, ...]:
     """Return the ranks that this one exchanges with, and those that these exchange with."""
     neighbours: list[set[int]] = [set() for _ in routes]

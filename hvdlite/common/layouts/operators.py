@@ -48,7 +48,8 @@ class Operator:
     nothing, and need not use all ranks: it is cut where that costs no bytes. `exchanged`: an axis
     along which ranks exchange inside of the operator, where it is cut, and how many tensors like
     the result go around; 0: a rank's part of the result comes from all of them. `also`: results
-    beside the first one, such as the places of what is sorted.
+    beside the first one, such as the places of what is sorted. `work`: operations for each
+    combination of places along the axes.
     """
 
     name: str
@@ -60,6 +61,11 @@ class Operator:
     is_view: bool = False
     exchanged: tuple[int, int] | None = None
     also: tuple[Operand, ...] = ()
+    work: int = 1
+
+    def operations(self, cuts: Sequence[int]) -> int:
+        """Return how many operations a rank does forward."""
+        return 0 if self.is_view else self.work * math.prod(self.lengths) // math.prod(cuts)
 
     @property
     def outputs(self) -> tuple[Operand, ...]:
@@ -131,6 +137,7 @@ def matmul(
         Operand(output, (*left_shape[:-1], outer), (*range(rows), rows + 1)),
         (*left_shape, outer),
         bytes_per_element=bytes_per_element,
+        work=2,
     )
 
 

@@ -6,7 +6,8 @@ best one of an operator is noted, with what it costs, until none is left; then a
 A residual connection makes triples of neighbours, and rarely more.
 
 Counted are the bytes that a rank receives forward and backward: between operators, for partial
-sums, and for gradients of parameters that several ranks have. This module never sees a tensor.
+sums, and for gradients of parameters that several ranks have. Bytes from other hosts, and what a
+rank computes, count as bytes that take as long. This module never sees a tensor.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
 
+from hvdlite.common.layouts.exchange import along, missing_by_link
 from hvdlite.common.layouts.layout import Layout, prime_factors
 from hvdlite.common.layouts.operators import Operand, Operator, candidates, layout_of
-from hvdlite.common.layouts.transfer import allreduce_bytes, bytes_to_receive
+from hvdlite.common.layouts.transfer import allreduce_bytes, bytes_to_receive, common_shape
 
 Cuts = tuple[int, ...]
 # A table of more combinations is not made: an operator with many neighbours is decided before.
@@ -30,17 +32,33 @@ _ROUNDS = 24
 
 
 @dataclass(frozen=True)
+class Speed:
+    """What takes as long as a byte between ranks of a host.
+
+    `host_of`: the host of each rank; none: all have one. `between`: a byte from another host takes
+    as long as so many. `operations`: so many are done meanwhile.
+    """
+
+    host_of: tuple[int, ...] = ()
+    between: int = 8
+    operations: int = 16
+
+
+@dataclass(frozen=True)
 class Ends:
     """Tensors that no operator of the graph makes or takes alone.
 
     `parameters` by name with the bytes of an element; `batches` come, and `outputs` go, as shares
-    of their first dimension. `memory_limit`: the most bytes of parameters that a rank holds.
+    of their first dimension. `memory_limit`: the most bytes that a rank holds of parameters, each
+    as many times as `copies` says, with its gradient and what the optimizer keeps of it.
     """
 
     parameters: Mapping[str, int] = field(default_factory=dict)
     batches: Collection[str] = ()
     outputs: Collection[str] = ()
     memory_limit: int | None = None
+    copies: Mapping[str, int] = field(default_factory=dict)
+    speed: Speed = Speed()
 
 
 def search(
@@ -113,9 +131,10 @@ def _solve(
     if costs.memory(found) > memory_limit:
         if not is_last:
             return costs.named(found)
+        what = "parameters, gradients and optimizer state" if ends.copies else "parameters"
         raise ValueError(
             f"memory_limit={memory_limit}: a rank holds at least {costs.memory(found)} bytes of "
-            f"parameters, however they are cut among {ranks} ranks"
+            f"{what}, however they are cut among {ranks} ranks"
         )
     for _ in range(_ROUNDS):
         price = math.sqrt(max(low, 1e-6) * high)
@@ -125,11 +144,6 @@ def _solve(
         else:
             low = price
     return costs.named(found)
-
-
-def _alone(operator: Operator, cuts: Cuts) -> float:
-    """Return what an operator costs by itself: what it exchanges comes back as gradients."""
-    return float(operator.own_bytes(cuts) + 2 * operator.exchanged_bytes(cuts))
 
 
 class _Costs:
@@ -145,7 +159,8 @@ class _Costs:
         self._operators, self._ranks, self._ends = operators, ranks, ends
         self.choices = [choices[each.name] for each in operators]
         self.alone = [
-            np.array([_alone(each, cuts) for cuts in choices[each.name]]) for each in operators
+            np.array([self._by_itself(each, cuts) for cuts in choices[each.name]])
+            for each in operators
         ]
         self.held = [np.zeros(len(choices[each.name])) for each in operators]
         self.pairs: dict[tuple[int, int], Any] = {}
@@ -189,22 +204,42 @@ class _Costs:
                 self._add_pair(*first[tensor], index, operand, size)
             else:
                 first[tensor] = index, operand
+                kept = size * self._ends.copies.get(tensor, 1)
                 self.held[index] += [
-                    self._local(operand, cuts, size) for cuts in self.choices[index]
+                    self._local(operand, cuts, kept) for cuts in self.choices[index]
                 ]
         if makes is not None or tensor in self._ends.parameters or tensor in self._ends.batches:
             self.alone[index] += [
                 self._gradient(operand, cuts, size) for cuts in self.choices[index]
             ]
 
+    def _by_itself(self, operator: Operator, cuts: Cuts) -> float:
+        """Return what an operator costs alone: what it exchanges comes back as gradients."""
+        summed = operator.own_bytes(cuts) * self._slowness(cuts, operator.summed)
+        around: float = 2 * operator.exchanged_bytes(cuts)
+        if operator.exchanged is not None:
+            around *= self._slowness(cuts, (operator.exchanged[0],))
+        # Backward computes the gradients of two inputs.
+        return summed + around + 3 * operator.operations(cuts) / self._ends.speed.operations
+
+    def _slowness(self, cuts: Cuts, axes: Sequence[int]) -> float:
+        """Return how many bytes count for one that ranks along some axes exchange."""
+        speed = self._ends.speed
+        matrix = (*cuts, self._ranks // math.prod(cuts))
+        if not speed.host_of or self._ranks != len(speed.host_of):
+            return 1.0
+        return _slowness(matrix, tuple(axes), speed)
+
     def _local(self, operand: Operand, cuts: Cuts, size: int) -> int:
         parts = (1 if axis is None else cuts[axis] for axis in operand.axes)
         return math.prod(operand.shape) * size // max(math.prod(parts), 1)
 
-    def _gradient(self, operand: Operand, cuts: Cuts, size: int) -> int:
+    def _gradient(self, operand: Operand, cuts: Cuts, size: int) -> float:
         """Return the bytes for a gradient of which ranks compute summands."""
         parts = math.prod(cut for axis, cut in enumerate(cuts) if axis not in operand.axes)
-        return allreduce_bytes(self._local(operand, cuts, size), parts)
+        axes = [axis for axis in range(len(cuts)) if axis not in operand.axes]
+        total = allreduce_bytes(self._local(operand, cuts, size), parts)
+        return total * self._slowness(cuts, axes)
 
     def _add_share(self, index: int, operand: Operand, size: int) -> None:
         """Count a tensor that comes or goes as shares of the batch."""
@@ -237,8 +272,34 @@ class _Costs:
         table = table if one < other else table.T
         self.pairs[pair] = self.pairs[pair] + table if pair in self.pairs else table
 
-    def _both_ways(self, a: Layout, b: Layout, shape: tuple[int, ...], size: int) -> int:
-        return bytes_to_receive(a, b, shape, size) + bytes_to_receive(b, a, shape, size)
+    def _both_ways(self, a: Layout, b: Layout, shape: tuple[int, ...], size: int) -> float:
+        return self._moved(a, b, shape, size) + self._moved(b, a, shape, size)
+
+    def _moved(self, held: Layout, wanted: Layout, shape: tuple[int, ...], size: int) -> float:
+        speed = self._ends.speed
+        if len(set(speed.host_of)) < 2 or self._ranks != len(speed.host_of):
+            return bytes_to_receive(held, wanted, shape, size)
+        small = common_shape(held, wanted)
+        inside, between = missing_by_link(held, wanted, small, speed.host_of)
+        bytes_per_element = math.prod(shape) * size / math.prod(small)
+        return (inside + speed.between * between) * bytes_per_element
+
+
+@lru_cache(maxsize=1 << 12)
+def _slowness(matrix: tuple[int, ...], axes: tuple[int, ...], speed: Speed) -> float:
+    """Return how many bytes count for one that ranks exchange along some axes of a matrix.
+
+    They exchange inside of their hosts first, then between these.
+    """
+    most = 1.0
+    for rank in range(math.prod(matrix)):
+        members = along(matrix, axes, rank)
+        hosts = len({speed.host_of[each] for each in members})
+        if hosts > 1:
+            each = len(members) // hosts
+            share = (hosts - 1) / hosts / max(each, 1) / ((len(members) - 1) / len(members))
+            most = max(most, 1 + (speed.between - 1) * share)
+    return most
 
 
 @dataclass(frozen=True)

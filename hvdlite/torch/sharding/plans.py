@@ -30,7 +30,7 @@ from hvdlite.common.layouts.propagation import (
     leaf_layouts,
     propagate,
 )
-from hvdlite.common.layouts.search import Ends
+from hvdlite.common.layouts.search import Ends, Speed
 from hvdlite.common.runtime.current import find
 from hvdlite.torch.sharding.record import Record
 from hvdlite.torch.sharding.tracing import Traced, trace
@@ -160,6 +160,7 @@ def plan(
     fully_use_devices: bool = True,
     search: str = PROPAGATION,
     memory_limit: int | None = None,
+    optimizer_states: int | None = None,
 ) -> Plan:
     """Return how each operator and parameter of a module would be cut, and the bytes it costs.
 
@@ -168,10 +169,12 @@ def plan(
     shows, or "input0", "output0" and so on. `mesh` None: all ranks of the job.
 
     `search` "propagation" keeps to the neighbours of what has a strategy; "dynamic_programming"
-    finds those by which a step of training, forward and backward, moves the fewest bytes, and
-    "recursive_programming" does so for one prime factor of the ranks after the other, for large
-    models. With these a rank holds at most `memory_limit` bytes of parameters. Raises `TypeError`
-    and `ValueError` for strategies that do not fit, which name one that does.
+    finds those by which a step of training, forward and backward, takes the least time for bytes
+    and operations, of which bytes between hosts take more; "recursive_programming" does so for one
+    prime factor of the ranks after the other, for large models. With these a rank holds at most
+    `memory_limit` bytes of parameters; with `optimizer_states`, how many numbers an optimizer keeps
+    of each (Adam: 2), gradients and its state are among them. Raises `TypeError` and `ValueError`
+    for strategies that do not fit, which name one that does.
     """
     check_search(search)
     refuse_keras(module)
@@ -190,12 +193,19 @@ def plan(
     _check_strategies(module, operators, configured, ranks)
     if search in (DYNAMIC, RECURSIVE):
         named = {name: each.element_size() for name, each in module.named_parameters()}
-        ends = Ends(named, traced.inputs, traced.outputs, memory_limit)
+        copies = {
+            name: 2 + optimizer_states
+            for name, each in module.named_parameters()
+            if each.requires_grad and optimizer_states is not None
+        }
+        speed = Speed(_hosts(mesh, ranks))
+        ends = Ends(named, traced.inputs, traced.outputs, memory_limit, copies, speed)
         choices = find_choices(
             operators, configured, ranks, ends, fully_use_devices, search == RECURSIVE
         )
-    elif memory_limit is not None:
-        raise ValueError(f"memory_limit needs search={DYNAMIC!r} or {RECURSIVE!r}")
+    elif memory_limit is not None or optimizer_states is not None:
+        name = "optimizer_states" if memory_limit is None else "memory_limit"
+        raise ValueError(f"{name} needs search={DYNAMIC!r} or {RECURSIVE!r}")
     else:
         choices = propagate(operators, configured, ranks, fully_use_devices, traced.inputs)
     leaves = leaf_layouts(operators, choices)
@@ -230,6 +240,15 @@ def plan(
     }
     found = Found(traced, operators, choices, ranks)
     return Plan(planned, layouts, entering, leaving, found)
+
+
+def _hosts(mesh: Any, ranks: int) -> tuple[int, ...]:
+    """Return the host of each rank of a mesh; none where that is not known."""
+    runtime = find()
+    of_mesh = getattr(mesh, "mesh", None)
+    members = range(ranks) if of_mesh is None else [int(each) for each in of_mesh.flatten()]
+    host_of = {} if runtime is None else runtime.topology.host_of
+    return tuple(host_of[each] for each in members) if set(members) <= set(host_of) else ()
 
 
 def _check_strategies(

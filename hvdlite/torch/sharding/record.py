@@ -336,6 +336,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     Operand(*each, rule.also[i] if rule else (None,) * len(each[1]))
                     for i, each in enumerate(also)
                 ),
+                rule.work if rule else 0,
             )
         )  # fmt: skip
 

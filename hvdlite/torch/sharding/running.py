@@ -55,6 +55,7 @@ def shard(
     example: Any = None,
     memory_limit: int | None = None,
     strategies: Mapping[str, Strategy] | None = None,
+    optimizer_states: int | None = None,
 ) -> F:
     """Cut a part of a model among ranks: by a strategy for its inputs, the rest by propagation.
 
@@ -78,9 +79,9 @@ def shard(
       they are cut before an optimizer takes them. Meta tensors do.
 
     The part is recorded once for each shape of its inputs, and then runs as a graph on local
-    tensors, with the collectives that the plan says. `search` and `memory_limit` are those of
-    `plan`. `device` and `level` have no effect. Raises `TypeError` and `ValueError` for strategies
-    that do not fit, a function in its first call.
+    tensors, with the collectives that the plan says. `search`, `memory_limit` and
+    `optimizer_states` are those of `plan`. `device` and `level` have no effect. Raises `TypeError`
+    and `ValueError` for strategies that do not fit, a function in its first call.
     """
     check_search(search)
     if device is not None or level is not None:
@@ -95,6 +96,7 @@ def shard(
     _check_target(fn_or_module)
     options = {
         "fully_use_devices": fully_use_devices, "search": search, "memory_limit": memory_limit,
+        "optimizer_states": optimizer_states,
     }  # fmt: skip
     runner = _Runner(fn_or_module, configured, parameter_plan or {}, mesh, options)
     if isinstance(fn_or_module, torch.nn.Module):
@@ -243,7 +245,9 @@ class _Runner:
         ranks = self._collectives.ranks
         example = tree_map(lambda each: whole_batch(each, ranks), tuple(args))
         found = self._agreed(
-            lambda: plan(self._module, example, self._configured, _Ranks(ranks), **self._options)
+            lambda: plan(
+                self._module, example, self._configured, _Ranks(ranks, self._mesh), **self._options
+            )
         )
         assert found.found is not None
         traced = found.found.traced
@@ -367,9 +371,15 @@ class _Ranks:
     """As much of a mesh as a plan looks at."""
 
     ranks: int
+    whole: Any = None
 
     def size(self) -> int:
         return self.ranks
+
+    @property
+    def mesh(self) -> Any:
+        """The numbers of its ranks, None for all of the job."""
+        return None if self.whole is None else self.whole.mesh
 
 
 def _local(tensor: Any) -> torch.Tensor:

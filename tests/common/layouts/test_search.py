@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hvdlite.common.layouts import search as module
+from hvdlite.common.layouts.exchange import missing_by_link
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.common.layouts.operators import (
     Operator,
@@ -19,7 +20,7 @@ from hvdlite.common.layouts.operators import (
     matmul,
 )
 from hvdlite.common.layouts.propagation import find_choices
-from hvdlite.common.layouts.search import Ends, search
+from hvdlite.common.layouts.search import Ends, Speed, search
 from hvdlite.common.layouts.transfer import allreduce_bytes, bytes_to_receive
 
 
@@ -109,6 +110,58 @@ def test_a_limit_of_memory(recursive: bool) -> None:
         assert a * b == 4, fitting
     with pytest.raises(ValueError, match=f"memory_limit=1: a rank holds at least {size // 4} "):
         strategies(1)
+
+
+def feed_forward(width: int, samples: int) -> list[Operator]:
+    return [
+        matmul("up", ("x", (samples, width)), ("w1", (width, 4 * width)), "a"),
+        elementwise("relu", [("a", (samples, 4 * width))], "b"),
+        matmul("down", ("b", (samples, 4 * width)), ("w2", (4 * width, width)), "c"),
+    ]
+
+
+@pytest.mark.parametrize("recursive", [False, True])
+def test_gradients_and_the_state_of_the_optimizer_are_in_the_limit(recursive: bool) -> None:
+    operators, size = feed_forward(64, 64), 2 * 64 * 256 * 4
+
+    def found(limit: int) -> dict[str, Any]:
+        copies = {"w1": 4, "w2": 4}
+        ends = Ends({"w1": 4, "w2": 4}, ["x"], ["c"], limit, copies)
+        return search(operators, {}, 4, True, ends, recursive)
+
+    assert found(size)["up"][1:] != (1, 1), "four times a quarter"
+    with pytest.raises(ValueError, match=f"{size} bytes of parameters, gradients and optimizer"):
+        found(size - 1)
+
+
+def test_bytes_by_link() -> None:
+    whole, rows = Layout((2, 2), (-1, -1)), Layout((2, 2), (0, -1))
+    assert missing_by_link(rows, whole, (4, 1), (0, 0, 1, 1)) == (2, 0)
+    assert missing_by_link(rows, whole, (4, 1), (0, 1, 0, 1)) == (0, 2)
+
+
+def test_what_is_exchanged_in_each_layer_stays_inside_of_hosts() -> None:
+    """Neighbours share columns where they are of one host; otherwise only samples are cut."""
+    operators = feed_forward(64, 256)
+
+    def up(*hosts: int) -> Any:
+        ends = Ends({"w1": 4, "w2": 4}, ["x"], ["c"], speed=Speed(hosts))
+        return search(operators, {}, 4, True, ends)["up"]
+
+    assert up() == up(0, 0, 0, 0) == up(0, 0, 1, 1) == (2, 1, 2)
+    assert up(0, 1, 0, 1) == (4, 1, 1)
+
+
+def test_operations_cost_as_bytes_do() -> None:
+    """What needs all of a product has it computed everywhere, unless that takes longer."""
+    operators = [
+        matmul("up", ("x", (64, 64)), ("w", (64, 64)), "a"),
+        elementwise("norm", [("a", (64, 64))], "b", uncut=(0, 1)),
+    ]
+    for operations, parts in ((1, 4), (10**9, 1)):
+        ends = Ends(speed=Speed(operations=operations))
+        cuts = search(operators, {}, 4, False, ends)["up"]
+        assert cuts[0] * cuts[2] == parts, cuts
 
 
 def test_given_strategies_are_kept() -> None:

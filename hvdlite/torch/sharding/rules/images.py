@@ -32,10 +32,11 @@ def convolution(function: Any, args: Args, kwargs: Options, result: torch.Tensor
     inputs = args[0]
     groups = int(argument_of(function, args, kwargs, "groups") or 1)
     space = (None,) * (inputs.ndim - 2)
+    work = 2 * math.prod(args[1].shape[2:]) * math.prod(result.shape[2:])
     if groups == 1:
         of_weight = (1, 2) if "transpose" in function._schema.name else (2, 1)
         lengths = (inputs.shape[0], inputs.shape[1], result.shape[1])
-        return Rule(((0, 1, *space), (*of_weight, *space)), (0, 2, *space), lengths)
+        return Rule(((0, 1, *space), (*of_weight, *space)), (0, 2, *space), lengths, work=work)
     place = [each.name for each in function._schema.arguments].index("groups")
 
     def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
@@ -46,6 +47,7 @@ def convolution(function: Any, args: Args, kwargs: Options, result: torch.Tensor
         (0, 1, *space),
         (inputs.shape[0], groups),
         local=local,
+        work=work * inputs.shape[1] * result.shape[1] // groups**2,
     )
 
 

@@ -56,7 +56,7 @@ def embedding(function: Any, args: Args, kwargs: Options, result: torch.Tensor) 
         return pieces.embedding_of_rows, (given[0], given[1], first, int(padding)), {}
 
     axes = tuple(range(at))
-    return Rule(((at, at + 1), axes), (*axes, at + 1), (*words, rows, width), local=local)
+    return Rule(((at, at + 1), axes), (*axes, at + 1), (*words, rows, width), local=local, work=0)
 
 
 def cross_entropy(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
@@ -122,9 +122,10 @@ def attention(function: Any, args: Args, kwargs: Options, result: torch.Tensor) 
         if of_mask is None:
             return None
         inputs.append((*of_mask[:-1], None))
+    work = 2 * key[-2] * (query[-1] + value[-1]) * math.prod(full[:-2]) // math.prod(lengths)
     if not around:
         uncut = frozenset([batch]) if causal else frozenset()
-        return Rule(tuple(inputs), output, (*lengths, full[-2]), uncut)
+        return Rule(tuple(inputs), output, (*lengths, full[-2]), uncut, work=work)
     scale = argument_of(function, args, kwargs, "scale")
 
     def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
@@ -134,4 +135,6 @@ def attention(function: Any, args: Args, kwargs: Options, result: torch.Tensor) 
         of_mask = given[3] if len(given) > 3 else options.get("attn_mask")
         return ring.attention, (*given[:3], of_mask, scale, bool(causal), of_words), {}
 
-    return Rule(tuple(inputs), output, (*lengths, full[-2]), exchanged=(batch, 2), local=local)
+    return Rule(
+        tuple(inputs), output, (*lengths, full[-2]), exchanged=(batch, 2), local=local, work=work
+    )

@@ -24,6 +24,7 @@ def matmul(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> 
         ((*before[0], batch, last - 1), (*before[1], last - 1, last)),
         (*range(batch), batch, last),
         (*full[:-1], left[-1], full[-1]),
+        work=2,
     )
 
 
@@ -34,6 +35,7 @@ def linear(rows: int, inputs: Sequence[int], weight: Sequence[int]) -> Rule:
         (*range(rows), rows + 1),
         (*inputs, weight[0]),
         turned=frozenset([1]),
+        work=2,
     )
 
 
@@ -58,4 +60,5 @@ def einsum(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> 
         )
         for label, tensor in zip(labels, tensors, strict=True)
     )
-    return Rule(inputs, tuple(range(len(right))), tuple(lengths[each] for each in letters))
+    of_letters = tuple(lengths[each] for each in letters)
+    return Rule(inputs, tuple(range(len(right))), of_letters, work=2)

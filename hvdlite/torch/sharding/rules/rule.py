@@ -36,7 +36,8 @@ class Rule:
     the result lacks, and over which the local operator sums among ranks itself. `turned`: inputs
     whose dimensions strategies list from the last one on. `exchanged`: see
     `hvdlite.common.layouts.operators.Operator`. `local`: what runs instead on parts.
-    `also`: the axes of further results.
+    `also`: the axes of further results. `work`: operations for each combination of places along the
+    axes.
     """
 
     inputs: tuple[Axes, ...]
@@ -49,6 +50,7 @@ class Rule:
     exchanged: tuple[int, int] | None = None
     local: Callable[[Site, tuple[Any, ...], dict[str, Any]], Run] | None = None
     also: tuple[Axes, ...] = ()
+    work: int = 1
 
 
 Args = Sequence[Any]
