@@ -231,6 +231,7 @@ def _sending(source: Node, target: Node, message: Message) -> Callable[[], Messa
     head, payloads = pack(message), [memoryview(bytes(each)) for each in message.payloads]
     words = f"{message.kind} {message.table} {message.clock}"
     source.cluster.world.tell(source.name, f"{words} -> {target.name}")
+    source.cluster.on_send(source.name)
     return lambda: parse(head)._replace(payloads=payloads)
 
 
@@ -288,6 +289,9 @@ def _replace(source: Path, target: Path) -> None:
     _work(node, node.slow)
     node.renames.append((source, target, target.read_bytes() if target.exists() else None))
     os.replace(source, target)
+    if source in node.files:
+        del node.files[source]
+        node.files[target] = None
 
 
 def _sync_folder(path: Path) -> None:
@@ -309,6 +313,7 @@ class Cluster:
         self.cuts: dict[frozenset[str], float] = {}  # Who do not reach each other -> until then.
         self.nodes: list[Node] = []
         self.failure: BaseException | None = None  # Of a thread, which none may have.
+        self.on_send: Callable[[str], object] = lambda _name: None
         self.wall = 0.0  # By how much the clock on the wall differs.
         self._latency = latency
         self._port = 20000

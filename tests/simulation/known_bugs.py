@@ -16,6 +16,7 @@ from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.launcher.decisions.hosts import order_hosts
 from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
+from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.tables.clocks import Clocks
 from hvdlite.ps.worker.shard import Shard
 from tests.simulation import clusters
@@ -155,6 +156,14 @@ def a_push_that_is_sent_again_counts_again(
 def what_a_lost_server_was_asked_is_not_asked_of_its_successor(real: Any, self: Shard) -> None:
     self._push = None
     real(self)
+
+
+@bug(Migration, "_at_border", PS_BUGS)
+def a_table_is_sent_before_all_pushes_of_its_border_are_here(
+    real: Any, self: Migration, name: str, borders: Any
+) -> bool:
+    table = self._server.tables.get(name)
+    return table is not None and table.begun
 
 
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(

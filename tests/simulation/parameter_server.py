@@ -25,6 +25,7 @@ from hvdlite.ps.roles import run_scheduler, run_server
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import MODES, SSP, SYNC
 from hvdlite.ps.tables.updater import Added, Updater
+from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.test_tables import Momentum
@@ -49,10 +50,11 @@ class Blow:
     """Something that happens to a node, or between two, for some seconds."""
 
     at: float
-    kind: str  # "kill", "crash", "stop", "cut", "stall", "fill", "slow"
+    kind: str  # "kill", "crash", "stop", "cut", "stall", "fill", "slow", "join"
     node: str
     other: str = ""
     seconds: float = 1.0
+    sends: int = 0  # It happens when the node has sent so many messages, and not at a time.
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class PsProgram:
     latency: float = 1e-4
     pause: float = 0.0  # Between two steps of a worker, at most.
     blows: tuple[Blow, ...] = ()
+    scales: tuple[tuple[int, int], ...] = ()  # Step -> servers that worker 0 lets be left.
+    saves: tuple[int, ...] = ()  # Steps before which worker 0 saves.
+    follows: PsProgram | None = None  # The job whose checkpoint this one loads first.
+
+    @property
+    def loaded(self) -> int:
+        """The steps of the checkpoint that is loaded."""
+        return self.follows.saves[-1] if self.follows is not None else 0
 
     @property
     def loses(self) -> bool:
@@ -92,7 +102,7 @@ def make_ps_program(seed: int) -> PsProgram:
     pause = lot.choice((0.0, 1e-3, 0.3))
     steps = lot.randint(3, 9)
     every = lot.choice((0, 1, 1, 1, 3))
-    names = [f"{SERVER} {n}" for n in range(servers)] + [f"{WORKER} {n}" for n in range(workers)]
+    names = [*_named(SERVER, servers), *_named(WORKER, workers)]
     if every:
         names.append(SCHEDULER)
     blows = []
@@ -106,10 +116,33 @@ def make_ps_program(seed: int) -> PsProgram:
         if lot.random() < 0.3:  # Two that come together.
             later = at + lot.choice((0.0, 1e-3, 0.1)) * lot.random()
             blows.append(Blow(later, lot.choice(("kill", "stop")), other, node, seconds))
-    return PsProgram(
+    for _ in range(lot.choice((0, 0, 1, 2))):
+        sends = lot.randint(1, 30 * steps)
+        kind = lot.choice(("kill", "kill", "kill", "crash", "stop", "slow"))
+        seconds = lot.choice((0.01, 0.3, 2.0)) * lot.random()
+        blows.append(Blow(0.0, kind, lot.choice(names), seconds=seconds, sends=sends))
+    for number in range(lot.choice((0, 0, 0, 1, 1, 2))):
+        joiner = f"{SERVER} {servers + number}"
+        blows.append(Blow(0.01 + span * lot.random(), "join", joiner))
+        if lot.random() < 0.2:
+            blows.append(Blow(0.02 + span * lot.random(), "kill", joiner, seconds=lot.random()))
+    scales = tuple(
+        (lot.randrange(1, steps), lot.randint(1, servers))
+        for _ in range(lot.choice((0, 0, 0, 1, 2)))
+    )
+    saves = tuple(sorted(lot.sample(range(steps + 1), lot.choice((0, 0, 0, 1, 2)))))
+    program = PsProgram(
         seed, servers, workers, mode, lot.randint(0, 2) if mode == SSP else None, steps, every,
-        lot.choice((16, 24, 4096)), lot.random() < 0.5, latency, pause, tuple(blows),
+        lot.choice((16, 24, 4096)), lot.random() < 0.5, latency, pause, tuple(blows), scales, saves,
     )  # fmt: skip
+    if mode == SYNC and lot.random() < 0.2:
+        saved = lot.randint(1, steps - 1)
+        first = PsProgram(
+            seed, lot.choice((1, 2, 3)), lot.choice((1, 2)), steps=saved, saves=(saved,),
+            momentum=program.momentum,
+        )  # fmt: skip
+        program = replace(program, follows=first)
+    return program
 
 
 def gradients_of(step: int, worker: int) -> list[Array]:
@@ -126,20 +159,21 @@ class Oracle:
     """What numpy makes of all steps, in one process."""
 
     def __init__(self, program: PsProgram) -> None:
-        self._program = program
-        updater = new_updater(program)
-        updater.begin(first_values())
-        self.versions = [_copy(updater.values())]  # In sync, by the number of steps.
-        workers = range(program.workers)
-        for step in range(program.steps):
-            terms = [gradients_of(step, worker) for worker in workers]
+        if program.follows is None:
+            self.updater = new_updater(program)
+            self.updater.begin(first_values())
+            self.versions = [_copy(self.updater.values())]  # In sync, by the number of steps.
+        else:
+            before = Oracle(program.follows)
+            self.updater, self.versions = before.updater, before.versions
+        for step in range(program.loaded, program.steps):
+            terms = [gradients_of(step, worker) for worker in range(program.workers)]
             if program.mode == SYNC:
                 scale = 1 / program.workers
-                updater.step([sum(each) * scale for each in zip(*terms, strict=True)], [])
-            else:
-                for term in terms:
-                    updater.step(term, [])
-            self.versions.append(_copy(updater.values()))
+                terms = [[sum(each) * scale for each in zip(*terms, strict=True)]]
+            for term in terms:
+                self.updater.step(term, [])
+            self.versions.append(_copy(self.updater.values()))
 
 
 def new_updater(program: PsProgram) -> Updater:
@@ -166,19 +200,26 @@ class PsJob:
         self.codes: dict[str, int] = {}  # Of nodes that have ended.
         self.errors: dict[str, BaseException] = {}
         self.nodes: dict[str, Node] = {}
+        self._names = [SCHEDULER, *_named(SERVER, program.servers)]
+        self._names += _named(WORKER, program.workers)
+        self._done_before: set[int] = set()  # Who had made all steps when something has failed.
+        self._sent: dict[str, int] = {}  # Messages, by node.
+        self._asked: set[object] = set()  # What worker 0 has asked for.
+        self.cluster.on_send = self._count
         self._oracle = Oracle(program)
         self._settings = ClusterSettings(
             SCHEDULER, "127.0.0.1:4242", program.servers, program.workers, token=b"a secret",
             independent=True, start_seconds=20.0, server_seconds=20.0, worker_seconds=20.0,
-            snapshots=str(folder) if program.every else "", snapshot_every=program.every or 1,
+            snapshots=str(folder / "snapshots") if program.every else "",
+            snapshot_every=program.every or 1,
         )  # fmt: skip
 
     def run(self) -> None:
         """Run the job. Raises `BrokenError`."""
         with self.cluster.around():
-            for name in self._names():
+            for name in self._names:
                 self.world.after(self.world.lot.random() * 0.01, partial(self._start, name))
-            for blow in self.program.blows:
+            for blow in (each for each in self.program.blows if not each.sends):
                 self.world.after(blow.at, partial(self._strike, blow))
             self.world.after(PATIENCE_SECONDS, self._watch)
             try:
@@ -187,23 +228,20 @@ class PsJob:
             finally:
                 self.cluster.close()
 
-    def _names(self) -> list[str]:
-        servers = [f"{SERVER} {number}" for number in range(self.program.servers)]
-        workers = [f"{WORKER} {number}" for number in range(self.program.workers)]
-        return [SCHEDULER, *servers, *workers]
-
     def _over(self) -> bool:
         if self.cluster.failure is not None:
             return True
-        return self.codes.keys() >= set(self._names())
+        return self.codes.keys() >= set(self._names)
 
     # -- nodes
 
     def _start(self, name: str) -> None:
         role, _, number = name.partition(" ")
+        joins = role == SERVER and int(number) >= self.program.servers
         settings = replace(
-            self._settings, role=role, node_id=name, number=int(number) if number else None
-        )
+            self._settings, role=role, node_id=name, joins=joins,
+            number=int(number) if number and not joins else None,
+        )  # fmt: skip
         node = self.nodes[name] = self.cluster.node(name)
         self.progress = self.world.now
         self.world.tell(name, "starts")
@@ -220,7 +258,10 @@ class PsJob:
         if error is None:
             self.world.tell(name, "ends")
             return
-        self.world.tell(name, f"fails: {error}")
+        text = str(error).replace(str(self.folder), "")  # Which is another one each time.
+        self.world.tell(name, f"fails: {text}")
+        if not self.errors:
+            self._done_before = set(self.done)
         self.errors[name] = error
         if isinstance(error, BrokenError):
             self.cluster.failure = error
@@ -231,7 +272,19 @@ class PsJob:
 
     # -- what happens
 
+    def _count(self, name: str) -> None:
+        """Take note of a message, by which the time has perhaps come for something."""
+        self._sent[name] = sent = self._sent.get(name, 0) + 1
+        for blow in self.program.blows:
+            if blow.sends == sent and blow.node == name:
+                self.world.after(0.0, partial(self._strike, blow))
+
     def _strike(self, blow: Blow) -> None:
+        if blow.kind == "join":
+            if any(self.begun.values()) and not self.leaves:
+                self._names.append(blow.node)
+                self._start(blow.node)
+            return
         node, other = self.nodes.get(blow.node), self.nodes.get(blow.other)
         if node is None or not node.lives or self.leaves:
             return
@@ -263,13 +316,17 @@ class PsJob:
         worker = Worker(settings, number=number)
         values = first_values()
         table = worker.declare("t", SPECS, program.options, lambda: values)
+        if program.follows is not None:
+            checkpoints.load(worker, self.folder / "saved")
         while True:
             try:
                 table.pull(values)
-                self._check_pull(number, table.clock, values)
-                if table.clock >= program.steps:
+                step = table.clock + table.steps_before
+                self._check_pull(number, step, values)
+                if number == 0:
+                    self._ask(worker, step)
+                if step >= program.steps:
                     break
-                step = table.clock
                 self.begun[number] = max(self.begun[number], step + 1)
                 table.push(gradients_of(step, number), {})
                 here.task.sleep(lambda: False, program.pause * lot.random())
@@ -284,6 +341,26 @@ class PsJob:
         self._check_result(number, values)
         self.leaves = True
         worker.leave()
+
+    def _ask(self, worker: Worker, step: int) -> None:
+        """Do what one worker does before a step: save, and let there be fewer servers."""
+        if step in self.program.saves and step not in self._asked:
+            self.world.tell(f"{WORKER} 0", f"saves before step {step}")
+            self._asked.add(step)
+            try:
+                checkpoints.save(worker, self.folder / "saved")
+            except OSError as error:  # A disk is full.
+                self.world.tell(f"{WORKER} 0", f"cannot save: {error.strerror}")
+        for scale in self.program.scales:
+            if scale[0] == step and scale not in self._asked:
+                self._asked.add(scale)
+                self.world.tell(f"{WORKER} 0", f"wants {scale[1]} servers")
+                try:
+                    worker.scale_servers(scale[1])
+                except HorovodInternalError as error:
+                    if not error.job_goes_on:
+                        raise
+                    self.world.tell(f"{WORKER} 0", f"is refused: {error}")
 
     def _meet(self, number: int) -> None:
         """Wait until all workers have made their steps, without a word to the servers."""
@@ -306,7 +383,10 @@ class PsJob:
 
     def _check_result(self, number: int, values: Sequence[Array]) -> None:
         program = self.program
-        if not program.loses or (program.mode == SYNC and not program.momentum):
+        # What was loaded may be lost with a server before a worker has pulled it.
+        has_loaded = program.follows is not None and not program.every
+        exact = program.mode == SYNC and not program.momentum and not has_loaded
+        if exact or not program.loses:
             self._compare(f"{WORKER} {number}, the result", values, self.program.steps)
 
     def _compare(self, where: str, values: Sequence[Array], steps: int) -> None:
@@ -336,8 +416,13 @@ class PsJob:
             raise BrokenError(ENDS, f"{failed}")
 
     def _all_heard(self) -> bool:
-        """Return whether all workers have failed that had not ended before."""
-        return all(self.codes[f"{WORKER} {n}"] for n in range(self.program.workers))
+        """Return whether all workers have failed that had steps to make when the first one did."""
+        late = set(range(self.program.workers)) - self._done_before
+        return all(self.codes[f"{WORKER} {number}"] for number in late)
+
+
+def _named(role: str, count: int) -> list[str]:
+    return [f"{role} {number}" for number in range(count)]
 
 
 @contextmanager
@@ -355,10 +440,13 @@ def play_ps(program: PsProgram) -> PsJob:
     """Run a program; return its job, whose `broken` is the invariant that broke, or None."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="hvdlite-", dir=memory if memory.is_dir() else None))
-    job = PsJob(program, folder)
     try:
         with quiet():
-            job.run()
+            job = PsJob(program, folder)
+            for each in (program.follows, program):
+                if each is not None:
+                    job = PsJob(each, folder)
+                    job.run()
     except BrokenError as broken:
         job.broken = broken
         job.world.tell("world", str(broken))

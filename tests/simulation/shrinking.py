@@ -168,8 +168,13 @@ PLAIN_PS = PsProgram(0)
 def _smaller_ps(program: PsProgram) -> Iterator[PsProgram]:
     for number in range(len(program.blows)):
         yield replace(program, blows=_without(program.blows, number))
-    for name in ("workers", "servers", "steps"):
-        if getattr(program, name) > 1:
+    for name in ("scales", "saves"):
+        for number in range(len(getattr(program, name))):
+            yield replace(program, **{name: _without(getattr(program, name), number)})
+    if program.follows is not None:
+        yield replace(program, follows=None)
+    for name, least in (("workers", 1), ("servers", 1), ("steps", program.loaded + 1)):
+        if getattr(program, name) > least:
             yield replace(program, **{name: getattr(program, name) - 1})
     for name in ("every", "part_bytes", "momentum", "latency", "pause"):
         if getattr(program, name) != getattr(PLAIN_PS, name):

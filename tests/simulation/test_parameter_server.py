@@ -47,6 +47,23 @@ FOUND = {
             Blow(0.05535464614429274, "kill", "worker 2", seconds=0.05470086012460984),
         ),
     ),
+    # What was loaded was not on disk yet when workers heard of it.
+    "a server is lost after a load": PsProgram(
+        2055, 2, 2, "sync", None, 3, every=3, blows=(Blow(0.0, "crash", "server 1", sends=10),),
+        follows=PsProgram(2055, 3, 2, "sync", None, 2, saves=(2,)),
+    ),
+    # A server that began with its snapshot, and went on, had none of its values for a worker that
+    # was to begin with them, since another server was behind.
+    "a worker returns to a version that was restored": PsProgram(
+        1997, 2, 1, "sync", None, 4, every=1, latency=1e-05, pause=0.3,
+        blows=(
+            Blow(0.778892618944273, "crash", "server 0", seconds=0.14283107657472321),
+            Blow(0.8516905118160822, "kill", "server 1", seconds=0.019481733786733794),
+            Blow(0.9497897249437023, "kill", "worker 0", seconds=0.009740866893366897),
+            Blow(0.05555292607657209, "join", "server 3", seconds=0.5),
+            Blow(0.06117991736416267, "kill", "server 3", seconds=0.42179702853942),
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -192,8 +192,9 @@ class Server:
     def replace(self, name: str, values: Sequence[Array], state: Mapping[str, Array]) -> None:
         """Let a table have other values and another state, on disk, too, where it has snapshots."""
         self.tables[name].replace(values, state)
-        self._saved.pop(name, None)
-        self._save(name)
+        if self._snapshots is not None:  # Before anybody hears of it: they have no newer version.
+            self._saved[name] = self.tables[name].version
+            self._snapshots.write(self.saved(name))
 
     # -- another number of servers
 

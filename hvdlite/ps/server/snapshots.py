@@ -66,6 +66,7 @@ class SnapshotFolder:
         What fails is tried again, since descriptors and space may come back, and said. Raises
         HorovodInternalError where it still fails after `MOST_SECONDS`.
         """
+        self._idle.wait()  # The thread may write an older one of the same version.
         end, pause = outside.now() + MOST_SECONDS, FIRST_PAUSE_SECONDS
         while True:
             try:

@@ -104,7 +104,7 @@ class RowTable(Table):
 
     def look(self, workers: Collection[int]) -> list[Answer]:
         """Begin when the first worker has come: no worker has values that are needed."""
-        if not self.begun and self._starts.waiting:
+        if not self.begun and not self._starts.waiting.keys().isdisjoint(workers):
             if self._restored:
                 self.begun = True
             elif version := max(self.reached, *(s.version for s in self._starts.waiting.values())):

@@ -226,6 +226,8 @@ class Table:
 
     def _begin(self) -> list[Answer]:
         self.begun = True
+        if self._restored and self.clocks.mode.name == SYNC:
+            self._values_of(self.version)  # For a worker that returns when others have gone on.
         return self._welcome() + self._go_on()
 
     def _welcome(self) -> list[Answer]:
