@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,15 @@ def all_members(transport: Transport) -> Members:
     return Members(tuple(range(topology.size)), transport.rank, topology)
 
 
+@lru_cache(maxsize=1024)  # Every rank asks for those of all others, for each reduction.
+def _numbers(seed: int, size: int) -> Array:
+    """Two rows of 0, 1 and 2."""
+    return np.random.default_rng([seed, size]).integers(0, 3, (2, size), np.uint8)
+
+
 def values(seed: int, size: int, dtype: str) -> Array:
     """Small values whose sums and products of 8 are exact in every dtype but for rounding."""
-    numbers = np.random.default_rng([seed, size]).integers(0, 3, size=(2, size))
+    numbers = _numbers(seed, size)
     if dtype == "bool":
         return numbers[0] > 0
     if dtype.startswith("complex"):

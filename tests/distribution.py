@@ -4,7 +4,7 @@ A run of folders, such as the whole suite, gets two workers for each core, for m
 processes and wait for them. A run of files gets none, and neither does `-n 0`.
 
 A worker is handed units: a file, so that what its tests share is made once; a test of those that
-start processes and share nothing; or a folder whose tests share a cluster. Tests and files are
+start processes and share nothing; or all tests that share a cluster. Tests and files are
 mixed, so that a core has work while jobs wait.
 """
 
@@ -30,8 +30,15 @@ SEPARATE = (
     "tests/ps/test_scenarios.py",
     "tests/ps/test_torch.py",
 )
-# Of these folders, all tests are one unit: each has a cluster that takes the whole machine.
-CLUSTERS = ("tests/hosts/slurm/", "tests/hosts/", "tests/ray/", "tests/spark/")
+# Tests whose path begins so are one unit: they share a cluster, or simulated hosts, of which each
+# unit has its own.
+CLUSTERS = (
+    "tests/hosts/slurm/",
+    "tests/hosts/test_parameter_server",
+    "tests/hosts/",
+    "tests/ray/",
+    "tests/spark/",
+)
 # Files among the separate ones of which all tests look at one job.
 TOGETHER = ("tests/parallel/test_process_group.py",)
 # What takes longest comes first, so that no worker is left with it at the end.
@@ -93,11 +100,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def unit(test: str) -> str:
-    """Return the unit of a test: the folder of its cluster, its file, or itself."""
+    """Return the unit of a test: what has its cluster, its file, or itself."""
     file = test.split("::", 1)[0]
-    for folder in CLUSTERS:
-        if file.startswith(folder):
-            return folder
+    for start in CLUSTERS:
+        if file.startswith(start):
+            return start
     return test if file.startswith(SEPARATE) and file not in TOGETHER else file
 
 
