@@ -167,7 +167,9 @@ def test_a_worker_is_known_by_the_process_that_has_said_hello_last(
             assert (answer.kind, answer.body["is_known"]) == ("welcome", known)
         assert not second.ask("hello", 1, "", 0, 0, hello).body["is_known"]
         first.wait(lambda: bool(first.caller.trouble))
-        assert not first.ask("hello", 2, "", 0, 0, hello).body["is_known"]
+        answer = first.ask("hello", 2, "", 0, 0, hello)
+        assert answer.kind == "failed"
+        assert "worker 7" in answer.body["why"]
 
 
 @pytest.mark.parametrize("role", [SCHEDULER, SERVER])
