@@ -44,7 +44,7 @@ class Reducer(reducer.Reducer):
         Raises `HorovodInternalError`.
         """
         if self._layouts is None:
-            self._layouts = Layouts(self.reduction.process_set, next(iter(gradients), ""))
+            self._layouts = Layouts(self.reduction, next(iter(gradients), ""))
         era = for_collective().era(self.reduction.process_set)
         if era is not self._era:
             self._layouts.ask_again()  # A newcomer of an elastic job knows no layout yet.

@@ -9,7 +9,7 @@ from typing import Any
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import ReductionConfig, check_passes, resolve_groups, scaling
-from hvdlite.common.plain.compression import Compressor, NoneCompressor
+from hvdlite.common.plain.compression import AnyCompressor, NoneCompressor
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
@@ -27,7 +27,7 @@ def DistributedOptimizer(  # noqa: N802
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: type[Compressor] = NoneCompressor,
+    compression: AnyCompressor = NoneCompressor,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = ReduceOp.AVERAGE,
@@ -90,7 +90,7 @@ def PartialDistributedOptimizer(  # noqa: N802
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: type[Compressor] = NoneCompressor,
+    compression: AnyCompressor = NoneCompressor,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = ReduceOp.AVERAGE,
@@ -165,7 +165,7 @@ def load_model(
     filepath: str | os.PathLike[str],
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
-    compression: type[Compressor] = NoneCompressor,
+    compression: AnyCompressor = NoneCompressor,
     legacy_opts: bool = False,
 ) -> Any:
     """Load a model that was saved with ``model.save()``, ready to go on training on all ranks.

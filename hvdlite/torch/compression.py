@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hvdlite.common.plain.compression import Compressor, NoneCompressor
+from hvdlite.common.plain.compression import Compressor, FeedbackCompressions, NoneCompressor
 
 
 class CastCompressor(Compressor):
@@ -52,7 +52,7 @@ class BF16Compressor(CastCompressor):
     dtype = torch.bfloat16
 
 
-class Compression:
+class Compression(FeedbackCompressions):
     """The values of ``compression=``; a subclass of `Compressor` of your own works too."""
 
     none = NoneCompressor

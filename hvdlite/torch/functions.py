@@ -19,6 +19,7 @@ import torch
 
 from hvdlite import as_horovod
 from hvdlite.common.api.objects import allgather_object, broadcast_object
+from hvdlite.common.gradients.error_feedback import shared_part
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.subclass import OptimizerMixin
@@ -83,7 +84,7 @@ class OptimizerState:
         """Return the state of `optimizer`; `memory` is the memory of the optimizer's tensors."""
         file = io.BytesIO()
         pickler = _Pickler(file)
-        pickler.dump(optimizer.state_dict())
+        pickler.dump(_shared_part(optimizer.state_dict()))
         views, memory = _blocks_of(pickler.tensors)
         blocks = [_Block(block.numel(), str(block.device)) for block in memory]
         parameters = [_Parameter.of(parameter) for parameter in _parameters(optimizer)]
@@ -123,6 +124,9 @@ class OptimizerState:
             )
         for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
+        load_compression = getattr(optimizer, "load_compression", None)
+        if load_compression is not None:
+            load_compression(saved)
         parameters = _parameters(optimizer)
         optimizer.state.clear()
         for key, value in saved["state"].items():
@@ -131,6 +135,13 @@ class OptimizerState:
                 optimizer.state[parameters[key]] = value
             else:
                 optimizer.state[key] = value
+
+
+def _shared_part(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict without residuals, which are those of this rank alone."""
+    if "compression" not in state:
+        return state
+    return {**state, "compression": shared_part(state["compression"])}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

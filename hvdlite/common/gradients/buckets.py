@@ -14,7 +14,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.plain.compression import AnyCompressor, FeedbackCompressor, label_of
 from hvdlite.common.plain.lists import split_list
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import size
@@ -54,7 +54,7 @@ def scaling(op: int, gradient_predivide_factor: float) -> Scaling:
 class ReductionConfig:
     """The reduction of one optimizer's gradients, as the user has configured it."""
 
-    compression: type[Compressor]
+    compression: AnyCompressor
     scaling: Scaling
     sparse_as_dense: bool
     process_set: ProcessSet
@@ -68,6 +68,16 @@ class ReductionConfig:
                 f"segmentation {strategy.spec}: only Average and Sum can be reduced in segments, "
                 f"not {self.scaling.op.name.capitalize()}"
             )
+        if isinstance(self.compression, FeedbackCompressor) and not self.fusable:
+            raise ValueError(
+                f"Compression.{self.compression}: op must be Average or Sum, not "
+                f"{self.scaling.op.name.capitalize()}"
+            )
+
+    @property
+    def compression_label(self) -> str:
+        """The compressor in words, which all ranks must have alike."""
+        return f"compression={label_of(self.compression)}"
 
     @property
     def fusable(self) -> bool:

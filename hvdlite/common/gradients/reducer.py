@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from hvdlite.common.gradients.buckets import ReductionConfig, check_groups, split_evenly
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.gradients.variables import LocalSources, Sources
+from hvdlite.common.plain.compression import FeedbackCompressor
 from hvdlite.common.segmentation.strategies import Gradient
 
 
@@ -31,6 +32,10 @@ class Reducer(ABC):
         together. Raises `ValueError` for anything else.
         """
         check_groups(groups, self.sources.is_variable, self.variable)
+        if isinstance(reduction.compression, FeedbackCompressor):
+            raise ValueError(
+                f"Compression.{reduction.compression} is for optimizers of PyTorch so far"
+            )
         self.reduction = reduction
         self.segments = SegmentPlan(reduction, groups is not None)
         self.local = LocalSources(self.sources)

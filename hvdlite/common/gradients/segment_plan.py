@@ -11,6 +11,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.gradients.buckets import ReductionConfig
+from hvdlite.common.plain.compression import FeedbackCompressor
 from hvdlite.common.plain.messages import WHOLE_GROUP
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
@@ -107,6 +108,9 @@ def chosen(process_set: ProcessSet) -> Strategy:
 
 # The default for gradients that are views of their segment: the size of PyTorch's buckets.
 VIEWED = Threshold(25 * MIB)
+# The default for compressors with error feedback: ranks must exchange the same gradients together.
+# Smaller ones begin earlier in backward, and each costs two collectives of little data.
+COMPRESSED = Threshold(8 * MIB)
 
 
 class SegmentPlan:
@@ -151,12 +155,18 @@ class SegmentPlan:
             strategy = self._reduction.segmentation or by_calls
             if self.as_views and strategy == Threshold():
                 strategy = VIEWED
+            elif strategy == Threshold() and self._compresses_buckets:
+                strategy = COMPRESSED
             if strategy != Threshold():
                 objection = self._reason_against_segments()
                 self._strategy = None if objection else strategy
                 if objection:
                     warn_user(f"segmentation {strategy.spec} has no effect: {objection}")
             self._settled = True
+
+    @property
+    def _compresses_buckets(self) -> bool:
+        return isinstance(self._reduction.compression, FeedbackCompressor) and not self._grouped
 
     def _reason_against_segments(self) -> str:
         if self._grouped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -31,3 +32,92 @@ class NoneCompressor(Compressor):
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Return the tensor itself."""
         return tensor
+
+
+# Compressors with error feedback. These are descriptions; what they remember from step to step is
+# in the optimizer: see common/gradients/error_feedback.py.
+
+
+@dataclass(frozen=True)
+class FeedbackCompressor:
+    """A compressor that adds to each gradient what it has not sent of the ones before."""
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Raise `ValueError`: only an optimizer has a place for what was not sent."""
+        raise ValueError(
+            f"Compression.{self} remembers what it has not sent, and has no place for that here: "
+            "give it to a DistributedOptimizer (without op=Adasum or shard_state), or use "
+            "Compression.fp16 or bf16"
+        )
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Raise `ValueError` as `compress` does."""
+        return self.compress(tensor)
+
+
+@dataclass(frozen=True)
+class Int8(FeedbackCompressor):
+    """Each block of elements as whole numbers of 8 bits, and one scale."""
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        _check_whole("int8", "block", self.block, 8)
+        if self.block % 8:
+            raise ValueError(f"int8: block must be a multiple of 8, not {self.block}")
+
+    def __str__(self) -> str:
+        return f"int8(block={self.block})"
+
+
+@dataclass(frozen=True)
+class PowerSGD(FeedbackCompressor):
+    """A matrix as a product of two, which have `rank` columns."""
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        _check_whole("powersgd", "rank", self.rank, 1)
+
+    def __str__(self) -> str:
+        return f"powersgd(rank={self.rank})"
+
+
+AnyCompressor = type[Compressor] | FeedbackCompressor
+
+
+def _check_whole(label: str, name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{label}: {name} must be a whole number from {least} on, not {value!r}")
+
+
+def label_of(compression: AnyCompressor) -> str:
+    """Return the compressor in words, the same on all ranks that have the same one."""
+    if isinstance(compression, FeedbackCompressor):
+        return str(compression)
+    cls = compression if isinstance(compression, type) else type(compression)
+    return cls.__name__
+
+
+class FeedbackCompressions:
+    """Compressors for slow links: lossy, with error feedback. Optimizers with Average or Sum."""
+
+    @staticmethod
+    def int8(block: int = 256) -> Int8:
+        """Send blocks of `block` elements as 8 bits each, with a float32 scale for each block.
+
+        A quarter of the bytes of float32, at any number of ranks. Raises `ValueError` unless
+        `block` is a positive multiple of 8.
+        """
+        return Int8(block)
+
+    @staticmethod
+    def powersgd(rank: int) -> PowerSGD:
+        """Send a matrix of n x m as one of n x `rank` and one of m x `rank` (Vogels et al. 2019).
+
+        A tensor of more dimensions is a matrix of its first one and all others. Those of one
+        dimension, and those that this would not make half as large, are sent as they are. The
+        second matrix begins each step with that of the last one (warm start). Raises `ValueError`
+        unless `rank` is a positive whole number.
+        """
+        return PowerSGD(rank)

@@ -11,7 +11,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.buckets import ReductionConfig, batches_of, single_and_grouped
 from hvdlite.common.gradients.segment_plan import SegmentPlan
-from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.plain.compression import AnyCompressor
 from hvdlite.common.runtime.current import find
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.tf.calls.bucket_call import BucketCall
@@ -33,7 +33,7 @@ class _DenseBucket:
         self,
         names: Sequence[str],
         gradients: Sequence[tf.Tensor],
-        compression: type[Compressor],
+        compression: AnyCompressor,
         options: Callable[[Sequence[str]], CallOptions],
     ) -> None:
         self.names = names

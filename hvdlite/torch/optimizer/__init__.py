@@ -23,7 +23,7 @@ from hvdlite.common.gradients.buckets import (
 )
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.iterations.trace import announce
-from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.plain.compression import AnyCompressor
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
@@ -42,7 +42,7 @@ from hvdlite.torch.subclass import wrap
 def DistributedOptimizer(  # noqa: N802
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,

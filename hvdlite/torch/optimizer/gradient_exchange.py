@@ -30,6 +30,7 @@ from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import Compression
+from hvdlite.torch.optimizer.feedback import FeedbackInFlight, feedback_of, packed_for
 from hvdlite.torch.optimizer.flat_gradients import FlatGradients
 from hvdlite.torch.optimizer.in_flight import (
     CASTS,
@@ -88,9 +89,11 @@ class GradientExchange:
         self.param_groups = param_groups
         self._schedule = schedule
         label = next(iter(names.values()), "")  # This is the same on all ranks.
-        self._layouts = Layouts(reduction.process_set, label)
+        self._layouts = Layouts(reduction, label)
+        self._label = label
+        self.feedback = feedback_of(reduction)
         self.segment_schedule = SegmentSchedule(names, schedule, self._layouts, reduction, segments)
-        self._in_flight: list[InFlight] = []
+        self._in_flight: list[InFlight | FeedbackInFlight] = []
         self._pending: list[list[PendingGradient]] = []  # buckets, in the order of completion
         self._pending_bytes = 0
         # How many bytes are enough, and the job for which that was found.
@@ -168,7 +171,9 @@ class GradientExchange:
         bucket = self._schedule.count(name)
         if bucket:
             self._gather(bucket)
-            if segmented or self._pending_bytes >= self._enough_bytes:
+            # What ranks do not agree on yet, in the first step of an era, waits for its end.
+            begun = self.feedback is None or self.feedback.state.begun
+            if begun and (segmented or self._pending_bytes >= self._enough_bytes):
                 self._send()
 
     def _gather(self, bucket: Sequence[str]) -> None:
@@ -196,7 +201,10 @@ class GradientExchange:
         """Start the reduction of all pending buckets."""
         self._pending_bytes = 0
         # Buckets are removed first: where one is refused, the next call sends the others.
-        if self._segments.strategy is None:
+        if self.feedback is not None:
+            for compressed in _compressed(self._in_flight):
+                compressed.advance()
+        elif self._segments.strategy is None:
             alone = [bucket[0] for bucket in self._pending if len(bucket) == 1]
             self._pending = [bucket for bucket in self._pending if len(bucket) > 1]
             self._start_alone(alone)
@@ -250,7 +258,11 @@ class GradientExchange:
         dense = [gradient for gradient in bucket if not gradient.packed.is_sparse]
         if dense:
             options = self._segments.options([gradient.name for gradient in dense])
-            self._in_flight.append(BucketInFlight(dense, self.reduction.compression, options))
+            self._in_flight.append(
+                BucketInFlight(dense, self.reduction.compression, options)
+                if self.feedback is None
+                else self.feedback.start(dense, options)
+            )
         for gradient in bucket:
             if gradient.packed.is_sparse:
                 self._in_flight.append(SparseGradientInFlight(gradient, self.reduction))
@@ -277,7 +289,9 @@ class GradientExchange:
             return
         if packed.is_sparse and self.reduction.sparse_as_dense:
             packed = packed.to_dense()
-        if compression in CASTS and not pending.gradient.is_sparse:
+        if self.feedback is not None and not packed.is_sparse:
+            packed = packed_for(packed)
+        elif compression in CASTS and not pending.gradient.is_sparse:
             packed = compression.compress_into(self._packed.get(pending.name), packed)
             if packed is not pending.gradient:
                 self._packed[pending.name] = packed
@@ -314,6 +328,8 @@ class GradientExchange:
             if trained or parameter.grad is not None
         }
         names = self.segment_schedule.agree(gradients)
+        if self.feedback is not None:
+            self.feedback.state.begin(self._label)
         for bucket in self._schedule.rest(names):
             self._gather(bucket)
         try:
@@ -327,6 +343,8 @@ class GradientExchange:
         # must this one.
         shared = [failure for failure in failures if isinstance(failure, HorovodInternalError)]
         self._find_enough_bytes()
+        if self.feedback is not None and not shared:
+            self.feedback.state.steps += 1
         if not refused and not shared:
             self.segment_schedule.adapt(names, self.param_groups)
         failures = [*shared, *refused, *failures]
@@ -362,6 +380,8 @@ class GradientExchange:
         in_flight, self._in_flight = self._in_flight, []
         failures: list[Exception] = []
         self.reset()
+        for compressed in _compressed(in_flight):
+            compressed.advance_by_one()
         for reduction in in_flight:
             try:
                 reduction.wait()
@@ -391,6 +411,10 @@ class GradientExchange:
         return mpi_ops.allreduce(
             local, name="closure.loss", op=scaling.op, process_set=self.reduction.process_set
         )
+
+
+def _compressed(in_flight: Sequence[InFlight | FeedbackInFlight]) -> list[FeedbackInFlight]:
+    return [each for each in in_flight if isinstance(each, FeedbackInFlight)]
 
 
 def named_by_position(param_groups: ParamGroups) -> Iterator[tuple[torch.Tensor, str]]:

@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.buckets import ReductionConfig
-from hvdlite.common.plain.compression import Compressor, NoneCompressor
+from hvdlite.common.plain.compression import AnyCompressor, Compressor, NoneCompressor
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.optimizer.flat_gradients import FlatGradients
@@ -78,7 +78,7 @@ class PendingGradient:
         )
 
 
-def _check_and_wait(pending: Sequence[PendingGradient], wait: Callable[[], T]) -> T:
+def check_and_wait(pending: Sequence[PendingGradient], wait: Callable[[], T]) -> T:
     """Return ``wait()``, and raise `RuntimeError` if one of the gradients has been changed.
 
     The wait happens in any case: the engine writes to these tensors until the reduction has ended.
@@ -97,7 +97,7 @@ class BucketInFlight:
     def __init__(
         self,
         pending: Sequence[PendingGradient],
-        compression: type[Compressor],
+        compression: AnyCompressor,
         options: CallOptions,
         *,
         alone: bool = False,
@@ -112,7 +112,7 @@ class BucketInFlight:
     def wait(self) -> None:
         """Wait for the results, and write them to the gradients."""
         try:
-            _check_and_wait(self._pending, self._bucket.wait)
+            check_and_wait(self._pending, self._bucket.wait)
             for gradient in self._pending:
                 self._unpack(gradient)
         finally:
@@ -158,7 +158,7 @@ class SegmentInFlight:
 
     def wait(self) -> None:
         """Wait for the result. The gradients show it, unless it has to be decompressed."""
-        _check_and_wait(self._pending, self._operation.wait_for_tensors)
+        check_and_wait(self._pending, self._operation.wait_for_tensors)
         if self._packed is not self._buffer:
             self._buffer.copy_(self._packed)
         for gradient in self._pending:
@@ -181,7 +181,7 @@ class SparseGradientInFlight:
 
     def wait(self) -> None:
         """Wait for the sum, and replace the gradient by it."""
-        self._pending.parameter.grad = _check_and_wait([self._pending], self._wait)
+        self._pending.parameter.grad = check_and_wait([self._pending], self._wait)
         self._pending.release()
 
     def leave(self) -> None:

@@ -183,6 +183,20 @@ class ReducingMixin(OptimizerMixin):
         self._exchange.reset()
         super().load_state_dict(state_dict)
         self._exchange.param_groups = self.param_groups
+        self.load_compression(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Do as the wrapped optimizer does, with what compression remembers, if it does."""
+        state: dict[str, Any] = super().state_dict()
+        if self._exchange.feedback is not None:
+            state["compression"] = self._exchange.feedback.save()
+        return state
+
+    def load_compression(self, state_dict: dict[str, Any]) -> None:
+        """Load what compression has remembered, if there is something; see `FeedbackState.load`."""
+        saved = state_dict.get("compression")
+        if saved is not None and self._exchange.feedback is not None:
+            self._exchange.feedback.load(saved)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Do as the wrapped optimizer does; new parameters are named after their position."""

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.torch import mpi_ops
 
 # The codes of layouts: 1 + n is a sparse one with n sparse dimensions.
@@ -27,9 +28,12 @@ _MIRROR = 255
 class Layouts:
     """The layouts of one optimizer's gradients, on which the ranks of a process set agree."""
 
-    def __init__(self, process_set: ProcessSet, label: str) -> None:
+    def __init__(self, reduction: ReductionConfig, label: str) -> None:
         """Know no layout yet; `label` is the same on all ranks, whichever parameters they train."""
-        self._process_set = process_set
+        # With the question comes what else ranks must have alike, and would wait for in vain.
+        self._options = CallOptions(
+            reduction.process_set, ReduceOp.MAX, settings=reduction.compression_label
+        )
         self._label = label
         self._codes: dict[str, int] = {}
         # False when other ranks may have other codes; `agree` asks for all of them then.
@@ -38,7 +42,8 @@ class Layouts:
     def agree(self, gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
         """Return the names of gradients that some rank has; block while some are unknown.
 
-        Raises `HorovodInternalError` on all ranks for one that is dense here and sparse there.
+        Raises `HorovodInternalError` on all ranks for one that is dense here and sparse there, and
+        where ranks compress in different ways.
         """
         if self._agreed and gradients.keys() <= self._codes.keys():  # as in every steady step
             return list(gradients)
@@ -55,12 +60,10 @@ class Layouts:
     def _ask(self, names: list[str], local_codes: list[int]) -> None:
         codes = np.array(local_codes, np.uint8)
         mirrored = np.where(codes == _UNKNOWN, 0, _MIRROR - codes).astype(np.uint8)
-        greatest, mirrored_least = mpi_ops.allreduce(
-            torch.from_numpy(np.stack([codes, mirrored])),
-            name=f"trainable_parameters.{self._label}",
-            op=ReduceOp.MAX,
-            process_set=self._process_set,
-        ).tolist()
+        both = torch.from_numpy(np.stack([codes, mirrored]))
+        name = f"trainable_parameters.{self._label}"
+        (reduced,) = mpi_ops.runner.run("allreduce", [both], name, self._options).tensors
+        greatest, mirrored_least = reduced.tolist()
         for name, code, mirror in zip(names, greatest, mirrored_least, strict=True):
             if code == _UNKNOWN:
                 continue

@@ -50,7 +50,7 @@ class ShardedExchange:
         # The trained parameters, and the ranks, for which the shards were arranged.
         self._arranged_for: tuple[tuple[str, ...], tuple[int, ...]] | None = None
         label = next(iter(names.values()), "")  # This is the same on all ranks.
-        self._layouts = Layouts(reduction.process_set, label)
+        self._layouts = Layouts(reduction, label)
         # The era of the ranks that have agreed on which parameters are used.
         self._era: object = None
         # The parameters that some rank has used so far; the step leaves all others as they are.

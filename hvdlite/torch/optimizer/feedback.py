@@ -1,0 +1,117 @@
+"""Gradients of one optimizer that are sent by a compressor with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.gradients.buckets import ReductionConfig
+from hvdlite.common.gradients.compressed_exchange import Bucket, CompressedBucket, Part
+from hvdlite.common.gradients.error_feedback import FeedbackState
+from hvdlite.common.plain.compression import FeedbackCompressor
+from hvdlite.torch.optimizer.in_flight import PendingGradient, check_and_wait
+
+
+class FeedbackInFlight:
+    """Dense gradients that are compressed and exchanged together."""
+
+    def __init__(
+        self,
+        pending: Sequence[PendingGradient],
+        state: FeedbackState,
+        reduction: ReductionConfig,
+        options: CallOptions,
+    ) -> None:
+        """Compress what is packed, and start to exchange it."""
+        self._pending = pending
+        self._error: Exception | None = None
+        parts = [
+            Part(each.name, each.packed.view(-1).numpy(), tuple(each.gradient.shape))
+            for each in pending
+        ]
+        self._bucket = CompressedBucket(Bucket.of(parts, state, reduction, options.settings))
+
+    def advance(self) -> None:
+        """Go on as far as is possible without waiting."""
+        self._bucket.advance()
+
+    def advance_by_one(self) -> None:
+        """Wait for what is in flight, and start what comes next; `wait` raises the errors."""
+        try:
+            self._bucket.advance_by_one()
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait for the results, and write them to the gradients."""
+        try:
+            check_and_wait(self._pending, self._wait)
+            for each in self._pending:
+                _unpack(each)
+        finally:
+            for each in self._pending:
+                each.release()
+
+    def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._bucket.wait()
+
+    def leave(self) -> None:
+        """Do nothing: what could be sent was sent."""
+
+
+def _unpack(pending: PendingGradient) -> None:
+    result, gradient = pending.packed, pending.gradient
+    if gradient.is_sparse:
+        dense = result.view(gradient.shape).to(gradient.device, gradient.dtype)
+        gradient = dense.to_sparse(gradient.sparse_dim())
+    elif result is not gradient:
+        gradient.copy_(result.view(gradient.shape))
+    pending.parameter.grad = gradient
+
+
+def packed_for(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a dense gradient as contiguous float32 on the host: itself, where it is that."""
+    host = gradient.detach().to("cpu", torch.float32)
+    if host.is_contiguous() and host.data_ptr() == gradient.data_ptr():
+        return gradient
+    return host.contiguous()
+
+
+class Feedback:
+    """The compression of one optimizer's gradients with error feedback."""
+
+    def __init__(self, compressor: FeedbackCompressor, reduction: ReductionConfig) -> None:
+        self.state = FeedbackState(compressor, reduction.process_set)
+        self._reduction = reduction
+
+    def start(self, pending: Sequence[PendingGradient], options: CallOptions) -> FeedbackInFlight:
+        """Start to exchange dense gradients that are packed."""
+        return FeedbackInFlight(pending, self.state, self._reduction, options)
+
+    def save(self) -> dict[str, Any]:
+        """Return the state as `FeedbackState.save` does, in tensors."""
+        return _with_tensors(self.state.save())
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Load what `save` has returned; see `FeedbackState.load`."""
+        self.state.load(saved)
+
+
+def _with_tensors(saved: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: {name: torch.from_numpy(array) for name, array in value.items()}
+        if isinstance(value, dict)
+        else value
+        for key, value in saved.items()
+    }
+
+
+def feedback_of(reduction: ReductionConfig) -> Feedback | None:
+    """Return the feedback for the compressor of `reduction`, or None where it needs none."""
+    compressor = reduction.compression
+    return Feedback(compressor, reduction) if isinstance(compressor, FeedbackCompressor) else None

@@ -1,0 +1,94 @@
+"""Models of the compressors with error feedback: all ranks at once, in numpy.
+
+They know each other's gradients, send nothing, and share no code with what they model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class Model(ABC):
+    """One tensor over all ranks, which is a bucket of its own."""
+
+    def __init__(self, ranks: int, shape: tuple[int, ...]) -> None:
+        self.residuals = [np.zeros(shape, np.float32) for _ in range(ranks)]
+
+    def step(self, gradients: list[Array]) -> Array:
+        """Return the sum of what is sent of the gradients of all ranks."""
+        for residual, gradient in zip(self.residuals, gradients, strict=True):
+            np.add(residual, gradient, out=residual)
+        return self.exchange()
+
+    @abstractmethod
+    def exchange(self) -> Array:
+        """Return the sum, and leave in the residuals what is not sent."""
+
+
+class PowerSGDModel(Model):
+    """Projects matrices on the space that the sum of all spans on the columns of `factor`.
+
+    That space, and hence the result, does not depend on the basis that is chosen.
+    """
+
+    def __init__(self, ranks: int, shape: tuple[int, ...], factor: Array) -> None:
+        super().__init__(ranks, shape)
+        self.factor = factor.astype(np.float64)
+
+    def exchange(self) -> Array:
+        shape = self.residuals[0].shape
+        matrices = [each.reshape(shape[0], -1).astype(np.float64) for each in self.residuals]
+        left = sum(matrix @ self.factor for matrix in matrices)
+        basis, sizes, _ = np.linalg.svd(left, full_matrices=False)
+        basis = basis[:, sizes > sizes.max() * 1e-7]
+        self.factor = sum(matrices).T @ basis
+        for residual, matrix in zip(self.residuals, matrices, strict=True):
+            np.subtract(residual, (basis @ (basis.T @ matrix)).reshape(shape), out=residual)
+        return (basis @ self.factor.T).reshape(shape)
+
+
+class WholeModel(Model):
+    """A tensor that is not compressed."""
+
+    def exchange(self) -> Array:
+        total = np.sum(self.residuals, axis=0)
+        for residual in self.residuals:
+            residual[...] = 0
+        return total
+
+
+class BlockModel(Model):
+    """Blocks of the flat tensor are coded; rank r adds up the r-th share of them, and codes it."""
+
+    def __init__(self, ranks: int, shape: tuple[int, ...], block: int) -> None:
+        super().__init__(ranks, shape)
+        self.block = block
+
+    def coded(self, values: Array) -> Array:
+        """Return what arrives of one block."""
+        largest = np.abs(values).max()
+        if largest == 0:
+            return values
+        scale = largest / np.float32(127)
+        return np.rint(values / scale) * scale
+
+    def exchange(self) -> Array:
+        shape, size = self.residuals[0].shape, self.residuals[0].size
+        blocks = [slice(at, min(at + self.block, size)) for at in range(0, size, self.block)]
+        result = np.zeros(size, np.float32)
+        flat = [residual.reshape(-1) for residual in self.residuals]
+        for owner, share in enumerate(np.array_split(np.arange(len(blocks)), len(flat))):
+            for place in share:
+                where = blocks[place]
+                sent = [self.coded(each[where].copy()) for each in flat]
+                for each, code in zip(flat, sent, strict=True):
+                    each[where] -= code
+                total = np.sum(sent, axis=0)
+                result[where] = self.coded(total.copy())
+                flat[owner][where] += total - result[where]
+        return result.reshape(shape)
