@@ -15,7 +15,8 @@ since each start waits for it.
 | start NUMBER {rank, command, variables} | started NUMBER PID                      |
 |                                         | or unable NUMBER TEXT (a worker)        |
 |                                         | output NUMBER STREAM BYTES              |
-|                                         | raised NUMBER WORDS                     |
+|                                         | raised NUMBER WORDS, stall NUMBER TEXT  |
+|                                         | live {NUMBER: LINE} (once a second)     |
 | signal SIGNAL [NUMBERS]                 | part NUMBER BYTES, exit NUMBER CODE     |
 | deliver MEMBERS ROUND [BODIES]          | gathered MEMBERS ROUND {RANK: BODY}     |
 | missing MEMBERS [RANKS], fail TEXT RANK | came MEMBERS ROUND [RANKS]              |
@@ -43,7 +44,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.agent_process.agent_folder import AgentFolder
+from hvdlite.launcher.agent_process.agent_folder import LIVE, AgentFolder
 from hvdlite.launcher.agent_process.host_meeting import HostMeeting
 from hvdlite.launcher.agent_process.rank_process import RankProcess, RankStart
 from hvdlite.launcher.agent_process.rank_variables import RankVariables
@@ -83,6 +84,8 @@ class Agent:
         self._ranks: dict[int, RankProcess] = {}
         self._number_of: dict[int, int] = {}  # Rank -> the process that is that rank now.
         self._reported: set[int] = set()
+        self._counted: dict[int, str] = {}  # Lines about what the processes count.
+        self._tell_at = 0.0  # When the launcher gets them.
         self._variables: RankVariables | None = None
         self._meeting: HostMeeting | None = None
         self._relay: WorkerRelay | None = None  # Of an elastic job, in the place of a meeting.
@@ -119,6 +122,11 @@ class Agent:
             self.folder.remove()
 
     def _look(self, now: float) -> None:
+        if self._counted and now >= self._tell_at:
+            self._tell_at = now + LOOK_SECONDS
+            if not self._paused:  # Else newer ones will come when the launcher keeps up again.
+                self.channel.send("live", self._counted)
+            self._counted = {}
         if self._meeting is not None and now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             self._meeting.tell_who_came()
@@ -162,7 +170,7 @@ class Agent:
             if number not in self._reported and rank.has_ended():
                 self._reported.add(number)
                 rank.drain()
-                self._report_raised()
+                self._report_events()
                 if self._relay is not None:
                     self._relay.finish(number)
                     rank.end_group()
@@ -187,10 +195,15 @@ class Agent:
             for rank in self._ranks.values():
                 (rank.pause if much else rank.resume)()
 
-    def _report_raised(self) -> None:
-        for rank, words in self.folder.raised():
-            if rank in self._number_of:
-                self.channel.send("raised", self._number_of[rank], words)
+    def _report_events(self) -> None:
+        for event, rank, text in self.folder.said():
+            number = self._number_of.get(rank)
+            if number is None:
+                continue
+            if event == LIVE:
+                self._counted[number] = text
+            else:
+                self.channel.send(event, number, text)
 
     # -- what the launcher says
 
@@ -214,7 +227,7 @@ class Agent:
         except ConfigError as error:
             self._refuse(f"cannot start its ranks: {error}")
             return
-        self.loop.listen(self.folder.events_fd, lambda _fd: self._report_raised())
+        self.loop.listen(self.folder.events_fd, lambda _fd: self._report_events())
         self._let_meet(job)
         self.channel.send("ready")
 

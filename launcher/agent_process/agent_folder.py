@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 READ_BYTES = 1 << 16
+RAISED, STALL, LIVE = EVENTS = ("raised", "stall", "live")
 # The path of a Unix socket may have 107 bytes, and its name here has 8.
 LONGEST_PATH = 95
 
@@ -35,7 +36,7 @@ class AgentFolder:
 
     @property
     def events(self) -> str:
-        """The named pipe in which ranks say that they raise."""
+        """The named pipe in which ranks say what occurs, and what they count."""
         return os.path.join(self.path, "events")
 
     @property
@@ -43,17 +44,17 @@ class AgentFolder:
         """The Unix socket at which the ranks meet."""
         return os.path.join(self.path, "meeting")
 
-    def raised(self) -> Iterator[tuple[int, str]]:
-        """Yield what ranks have said since the last time: the rank, and ``KIND TEXT``."""
+    def said(self) -> Iterator[tuple[str, int, str]]:
+        """Yield what ranks have said since the last time: the event, the rank, and a text."""
         try:
             data = os.read(self.events_fd, READ_BYTES)
         except BlockingIOError:
             return
         *lines, self._unended = (self._unended + data).split(b"\n")
         for line in lines:
-            words = line.decode(errors="replace").split(" ", 3)  # token, "raised", rank, text
-            if len(words) == 4 and words[1] == "raised" and words[2].isdecimal():
-                yield int(words[2]), words[3]
+            words = line.decode(errors="replace").split(" ", 3)  # token, event, rank, text
+            if len(words) == 4 and words[1] in EVENTS and words[2].isdecimal():
+                yield words[1], int(words[2]), words[3]
 
     # -- files from the launcher, and answers to it
 

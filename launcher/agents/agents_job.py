@@ -24,6 +24,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.unreachable import explain_agent, has_not_answered, spell_end
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome
+from hvdlite.launcher.live.job_view import STALL
 from hvdlite.launcher.platforms.groups import make_group
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class AgentsJob(FixedJob):
             "hello": self._hello, "ready": self._ready, "refused": self._refused,
             "started": self._rank_started, "output": self._output, "raised": self._raised,
             "part": self._part, "exit": self._exit, "gathered": self._gathered,
-            "came": self._came, "withdrawn": self._withdrawn,
+            "came": self._came, "withdrawn": self._withdrawn, "live": self._live,
+            "stall": self._stall,
         }  # fmt: skip
 
     def _make_starter(self, environ: Mapping[str, str]) -> AgentStarter:
@@ -163,6 +165,12 @@ class AgentsJob(FixedJob):
 
     def _raised(self, _agent: AgentConnection, rank: int, words: str) -> None:
         self.first_failure.receive("raised", rank, words.split())
+
+    def _stall(self, _agent: AgentConnection, _rank: int, text: str) -> None:
+        self.live.note(STALL, text)
+
+    def _live(self, agent: AgentConnection, lines: dict[int, str]) -> None:
+        self.live.receive(agent.host.name, lines)
 
     def _part(self, _agent: AgentConnection, rank: int, data: bytes) -> None:
         self._description.keep_answer(rank, data)

@@ -99,6 +99,7 @@ def make_parser() -> Parser:
     _add_elastic_flags(parser)
     _add_mpi_flags(parser)
     _add_output_flags(parser)
+    _add_live_flags(parser)
     _add_setting_flags(parser)
     _add_flags_of_horovodrun(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each rank runs")
@@ -216,6 +217,14 @@ def _add_output_flags(parser: Parser) -> None:
     add("--output-filename", metavar="DIR", help="write DIR/rank.<N>/stdout and stderr, too")
     add("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true",
         dest="prefix_timestamp", help="put the time before each line of output")  # fmt: skip
+
+
+def _add_live_flags(parser: Parser) -> None:
+    add = parser.add_argument_group("the job while it runs").add_argument
+    add("--metrics-port", type=rank_number, metavar="PORT",
+        help="serve the ranks' numbers to Prometheus; 0: any free port")  # fmt: skip
+    add("--metrics-address", metavar="ADDRESS",
+        help="of this host, for --metrics-port; default: 127.0.0.1")  # fmt: skip
 
 
 def _add_setting_flags(parser: Parser) -> None:

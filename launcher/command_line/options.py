@@ -27,6 +27,7 @@ from hvdlite.launcher.command_line.launcher_choice import (
     SSH,
     choose_launcher,
 )
+from hvdlite.launcher.command_line.live_options import NOT_SHOWN, LiveOptions, live_options
 from hvdlite.launcher.hosts.cores import cores
 from hvdlite.launcher.hosts.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
 from hvdlite.launcher.mpirun.user_arguments import BINDING_FLAGS, flags_in
@@ -78,6 +79,7 @@ class LaunchOptions:
     cluster: ClusterOptions | None = None  # None: there is no parameter server
     elastic: ElasticOptions | None = None  # None: the ranks stay as they are
     launcher: str = MPIRUN  # SSH (agents, here and on other hosts), SRUN, JSRUN, MPIRUN
+    live: LiveOptions = NOT_SHOWN
     call: str | None = None  # of hvdlite.run: the folder with the call, and for the answers
 
     @property
@@ -122,6 +124,9 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     notes = list(args.notes)
     _join_interfaces(args)
     variables = _variables(args, notes)
+    live = live_options(args)
+    if live.counts:
+        variables["HVDLITE_LIVE"] = "1"
     config = Config.from_environ({**environ, **variables})
     if args.timeline_mark_cycles == "1" and not config.timeline:
         raise ConfigError("--timeline-mark-cycles needs --timeline-filename")
@@ -157,6 +162,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         notes=tuple(notes),
         elastic=elastic_options(args, config, num_proc) if elastic else None,
         cluster=_cluster(args, config, launcher, elastic=elastic, in_pods=torch_pod is not None),
+        live=live,
         **{name: getattr(args, name) for name in AS_GIVEN},
     )
     _check(options, config)

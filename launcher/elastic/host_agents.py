@@ -28,6 +28,7 @@ from hvdlite.launcher.hosts.unreachable import (
     spell_end,
 )
 from hvdlite.launcher.jobs.job import Job
+from hvdlite.launcher.live.job_view import WORLD
 from hvdlite.launcher.processes.leading_process import LeadingProcess
 
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
@@ -57,7 +58,7 @@ class HostAgents(Driving):
         self._tidying: list[LeadingProcess] = []
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._hello, "ready": self._ready, "refused": self._refused,
-            "leaving": self._leaves,
+            "leaving": self._leaves, "live": self._live,
         }  # fmt: skip
 
     # -- commands of the driver
@@ -108,8 +109,8 @@ class HostAgents(Driving):
 
     def say(self, line: str) -> None:
         """Print a line of hvdlite-run's own."""
-        text = f"hvdlite-run: {line}\n"
-        self._job.output.write("stderr", text.encode(errors="backslashreplace"))
+        self._job.live.note(WORLD, line)
+        self._job.say(line)
 
     def signal_all(self, signal_number: int) -> None:
         """Signal all workers, and what is still about to start some."""
@@ -165,6 +166,9 @@ class HostAgents(Driving):
 
     def _leaves(self, agent: AgentConnection, why: str) -> None:
         self.driver.agent_leaving(agent.host.name, why, time.monotonic())
+
+    def _live(self, agent: AgentConnection, lines: dict[int, str]) -> None:
+        self._job.live.receive(agent.host.name, lines)
 
     # -- the loss of an agent
 

@@ -14,6 +14,7 @@ from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.decisions.driver import Driver
 from hvdlite.launcher.elastic.driving import worker_variables
 from hvdlite.launcher.jobs.job import Job
+from hvdlite.launcher.live.job_view import FAILURE, STALL
 
 
 @dataclass
@@ -28,11 +29,13 @@ class WorkerProcesses:
 
     def __init__(self, job: Job, description: JobDescription, driver: Driver) -> None:
         self._options, self._output, self._driver = job.options, job.output, driver
+        self._live = job.live
         self._workers: dict[int, _Worker] = {}
         # By the kind of a message. Whatever is said of others than these is too late.
         self._handlers: dict[str, Callable[..., None]] = {
             "started": self._started, "unable": self._unable, "output": self._output.feed,
             "raised": self._raised, "part": description.keep_answer, "exit": self._exit,
+            "stall": self._stall,
         }  # fmt: skip
         # What the driver is told as it is, with the time.
         self._events: dict[str, Callable[..., None]] = {
@@ -107,8 +110,13 @@ class WorkerProcesses:
         if kind == "own":  # A victim may say so before the end of the culprit is known.
             self._driver.worker_raised(number, cause, time.monotonic())
 
+    def _stall(self, _number: int, text: str) -> None:
+        self._live.note(STALL, text)
+
     def _exit(self, number: int, code: int) -> None:
         cause = self._forget(number)
+        if code:
+            self._live.note(FAILURE, f"a worker has ended: {cause or f'exit code {code}'}")
         by_signal = code < 0
         if by_signal:
             cause = f"killed by {_signal_name(-code)}"

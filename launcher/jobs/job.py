@@ -18,6 +18,7 @@ from hvdlite.launcher.jobs.outcome import (
     signal_outcome,
     timeout_sentence,
 )
+from hvdlite.launcher.live.live_view import LiveView
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.output import Output
@@ -39,6 +40,7 @@ class Job(ABC):
         )  # fmt: skip
         self.loop = EventLoop()
         self.ending: Ending | None = None
+        self.live = LiveView(options.live, self.loop, self.say)
 
     def run(self) -> JobOutcome:
         """Run to the end. When this returns, no process and no file of the job is left."""
@@ -54,6 +56,7 @@ class Job(ABC):
                 return self.conclude()
         finally:
             self.close()
+            self.live.close()
             self.loop.close()
             self.output.close()
 
@@ -68,6 +71,10 @@ class Job(ABC):
                 self.abandon()
             else:
                 self.signal_all(ending.SIGNALS[step])
+
+    def say(self, line: str) -> None:
+        """Print a line of hvdlite-run's own."""
+        self.output.write("stderr", f"hvdlite-run: {line}\n".encode(errors="backslashreplace"))
 
     def _reader_is_slow(self) -> bool:
         """Return whether a reader of our output who does not read is not waited for any more."""

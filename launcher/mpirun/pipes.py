@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from typing import IO
 
 from hvdlite.launcher.hosts.hosts import host_of_rank
 from hvdlite.launcher.hosts.unreachable import has_not_answered, silent_host
 from hvdlite.launcher.jobs.job import FixedJob
+from hvdlite.launcher.live.job_view import STALL
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.processes.event_loop import Handler
 from hvdlite.launcher.processes.output import STREAMS
@@ -113,6 +115,10 @@ class Pipes:
         if token != self.token or len(words) < 3 or not words[1].isdecimal():
             return
         rank = int(words[1])
+        if words[0] == "live":
+            self.job.live.receive(self._host_of(rank), {rank: " ".join(words[2:])})
+        elif words[0] == "stall":
+            self.job.live.note(STALL, " ".join(words[2:]))
         self.first_failure.receive(words[0], rank, words[2:])
         if words[0] != "start":
             return
@@ -121,6 +127,14 @@ class Pipes:
                 self._open(f"{rank}.{stream}", os.O_RDONLY, self._reader_of(rank, stream))
         if self.job.all_started:
             self.print_early()
+
+    def _host_of(self, rank: int) -> str:
+        """Return the host of a rank, or "" where mpirun alone knows it."""
+        if rank in self.first_failure.here:
+            return socket.gethostname()
+        options = self.job.options
+        place = host_of_rank(options.hosts, options.num_proc, rank) if options.hosts else None
+        return "" if place is None else place.name
 
     def _tells_of_lost_host(self, line: bytes) -> bool:
         """Return whether ssh says that a host is lost; then its ranks are, and mpirun will end."""

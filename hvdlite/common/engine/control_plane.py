@@ -13,7 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
-from hvdlite.common.base.report_failure import stack_of_user
+from hvdlite.common.base.report_failure import (
+    LONGEST_TEXT,
+    launcher_pipe,
+    stack_of_user,
+    tell_launcher,
+)
 from hvdlite.common.collectives.between_hosts.carried import add_up
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
@@ -388,6 +393,8 @@ class ControlPlane:
         if report is None:
             return
         log.warning(report.text)
+        if launcher_pipe() is not None:
+            tell_launcher("stall", " ".join(report.text.split())[:LONGEST_TEXT])
         if report.shutdown:
             raise StalledError(report.text, report.missing)
         self._on_stack_query(StackQuery(report.missing))

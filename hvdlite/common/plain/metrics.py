@@ -12,6 +12,7 @@ import math
 import re
 from typing import NamedTuple
 
+PREFIX = "hvdlite_"  # Of the names in Prometheus.
 BY_COLLECTIVE = "collective"  # The one label that numbers of a rank have.
 
 
@@ -66,6 +67,13 @@ METRICS = {
         Metric("commit", "The last commit in an elastic job."),
     )
 }
+
+# What the launcher knows of the job, for Prometheus alone.
+JOB_METRICS = (
+    Metric("ranks", "Ranks that were heard of."),
+    Metric("events_total", "Worlds, stalls, failures and stragglers.", "kind"),
+    Metric("age_seconds", "Since a rank was heard of."),
+)
 
 VERSION = 1
 MOST_CHARACTERS = 3800  # A line of at most 4096 bytes is written to a pipe as a whole.

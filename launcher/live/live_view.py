@@ -1,0 +1,67 @@
+"""The live view of one job, as the launcher's loop drives it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.connections.http_server import Content, HttpServer
+from hvdlite.launcher.command_line.live_options import LiveOptions
+from hvdlite.launcher.live.job_view import JobView
+from hvdlite.launcher.live.prometheus import CONTENT_TYPE, PrometheusPage
+from hvdlite.launcher.processes.event_loop import EventLoop
+
+METRICS_PATHS = ("/", "/metrics")
+
+
+class LiveView:
+    """Gathers what the ranks of a job count, and shows it where `options` say so.
+
+    `say` prints a line of hvdlite-run's own.
+    """
+
+    def __init__(self, options: LiveOptions, loop: EventLoop, say: Callable[[str], None]) -> None:
+        """Begin to serve. Raises `ConfigError` where that cannot be."""
+        self.job = JobView()
+        self._loop, self._say = loop, say
+        self._servers: list[HttpServer] = []
+        if options.metrics_port is not None:
+            self._serve_metrics(options.metrics_address, options.metrics_port)
+
+    def _serve_metrics(self, address: str, port: int) -> None:
+        page = PrometheusPage(self.job, self._loop.now)
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, port), family=family)
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"--metrics-port {port}: cannot listen at {address}: {why}; choose another port "
+                "(0: any that is free), or --metrics-address"
+            ) from None
+
+        def find(path: str) -> Content | None:
+            return Content(CONTENT_TYPE, page.text()) if path in METRICS_PATHS else None
+
+        server = HttpServer(self._loop, listener, find)
+        self._servers.append(server)
+        host = f"[{address}]" if ":" in address else address
+        self._say(f"metrics at http://{host}:{server.port}/metrics")
+
+    # -- what is told of ranks
+
+    def receive(self, host: str, lines: Mapping[int, str]) -> None:
+        """Take the lines of the processes of a host, by the launcher's numbers of them."""
+        now = self._loop.now()
+        for number, line in lines.items():
+            self.job.take(host, number, line, now)
+
+    def note(self, kind: str, text: str) -> None:
+        """Take an event."""
+        self.job.note(kind, text, self._loop.now())
+
+    def close(self) -> None:
+        """Serve no longer; idempotent."""
+        for server in self._servers:
+            server.close()

@@ -1,0 +1,88 @@
+"""The numbers of real jobs at the launcher: over agents, by mpirun, and of an elastic one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.jobs import launch, start
+
+pytestmark = pytest.mark.timeout(120)
+
+# Reduces until a file exists.
+SCRIPT = """
+import os, sys, time
+import numpy as np
+import hvdlite.numpy as hvd
+hvd.init()
+hvd.progress(1000)
+if hvd.rank() == 1 and "late" in sys.argv:
+    time.sleep(1.5)
+done = 0.0
+while not done:
+    ends = np.array([float(os.path.exists(sys.argv[1]))])
+    done = float(hvd.allreduce(ends, op=hvd.Max, name="done")[0])
+    time.sleep(0.01)
+"""
+
+
+def page_of(process: subprocess.Popen[str], wanted: str) -> str:
+    """The page of metrics once two ranks and what is `wanted` are in it."""
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "metrics at" in line)
+    address = re.search(r"http://\S+", line)[0]  # type: ignore[index]
+    assert address.startswith("http://127.0.0.1:")
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            text: str = answer.read().decode()
+        if text.count("hvdlite_collective_calls_total{") == 2 and re.search(wanted, text):
+            return text
+        time.sleep(0.2)
+    raise AssertionError(text)
+
+
+def check(words: tuple[str, ...], folder: Path, *arguments: str, wanted: str = "") -> str:
+    end = folder / "end"
+    command = [sys.executable, "-c", SCRIPT, str(end), *arguments]
+    with start(*words, "--metrics-port", "0", *command) as process:
+        text = page_of(process, wanted)
+        end.touch()
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "{" not in err, "the lines of ranks are for nobody's eyes"
+    assert 'collective_calls_total{collective="allreduce",host="' in text
+    assert re.search(r'hvdlite_progress_total_steps\{host="[^"]+",rank="1"\} 1000.0', text)
+    return text
+
+
+def test_the_numbers_of_a_job(launcher: str, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    check(("-np", "2"), tmp_path)
+
+
+def test_a_stall_is_counted(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    words = ("-np", "2", "--stall-check-warning-time-seconds", "0.3", "--launcher", "ssh")
+    check(words, tmp_path, "late", wanted=r'hvdlite_events_total\{kind="stall"\} [1-9]')
+
+
+def test_the_numbers_of_an_elastic_job(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    text = check(("-np", "2", "--min-np", "2"), tmp_path)
+    assert re.search(r'hvdlite_world\{host="[^"]+",rank="1"\} 1.0', text)
+    assert 'hvdlite_events_total{kind="world"} 1.0' in text
+
+
+def test_flags_that_contradict() -> None:
+    done = launch("--metrics-address", "0.0.0.0", "true")
+    assert (done.returncode, done.stderr) == (
+        2, "hvdlite-run: --metrics-address needs --metrics-port\n"
+    )  # fmt: skip
+    assert "ports go up to 65535" in launch("--metrics-port", "70000", "true").stderr
