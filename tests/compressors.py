@@ -52,13 +52,36 @@ class PowerSGDModel(Model):
         return (basis @ self.factor.T).reshape(shape)
 
 
+def taken_whole(residuals: list[Array]) -> Array:
+    """Return the sum of all, and leave nothing."""
+    total = np.sum(residuals, axis=0)
+    for residual in residuals:
+        residual[...] = 0
+    return total
+
+
 class WholeModel(Model):
     """A tensor that is not compressed."""
 
     def exchange(self) -> Array:
-        total = np.sum(self.residuals, axis=0)
+        return taken_whole(self.residuals)
+
+
+class TopKModel(Model):
+    """Each rank sends its largest elements, a share `ratio` of them."""
+
+    def __init__(self, ranks: int, shape: tuple[int, ...], ratio: float) -> None:
+        super().__init__(ranks, shape)
+        self.ratio = ratio
+
+    def exchange(self) -> Array:
+        total = np.zeros(self.residuals[0].shape, np.float64)
         for residual in self.residuals:
-            residual[...] = 0
+            count = int(np.ceil(self.ratio * residual.size))
+            least = np.sort(np.abs(residual), axis=None)[-count]
+            sent = np.where(np.abs(residual) >= least, residual, 0)
+            np.subtract(residual, sent, out=residual)
+            total += sent
         return total
 
 
@@ -78,6 +101,7 @@ class BlockModel(Model):
         return np.rint(values / scale) * scale
 
     def exchange(self) -> Array:
+        """Every rank has its part in coding what it sends, and its share of the sum."""
         shape, size = self.residuals[0].shape, self.residuals[0].size
         blocks = [slice(at, min(at + self.block, size)) for at in range(0, size, self.block)]
         result = np.zeros(size, np.float32)
@@ -92,3 +116,24 @@ class BlockModel(Model):
                 result[where] = self.coded(total.copy())
                 flat[owner][where] += total - result[where]
         return result.reshape(shape)
+
+
+class SignModel(BlockModel):
+    """Each element becomes the mean of those of its sign in the block, after the warm-up."""
+
+    def __init__(self, ranks: int, shape: tuple[int, ...], block: int, warmup: int) -> None:
+        super().__init__(ranks, shape, block)
+        self.warmup = warmup
+
+    def coded(self, values: Array) -> Array:
+        result = np.zeros_like(values)
+        for chosen in (values < 0, values >= 0):
+            if chosen.any():
+                result[chosen] = values[chosen].astype(np.float64).mean()
+        return result
+
+    def exchange(self) -> Array:
+        if self.warmup == 0:
+            return super().exchange()
+        self.warmup -= 1
+        return taken_whole(self.residuals)

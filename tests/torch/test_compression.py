@@ -11,14 +11,19 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients.error_feedback import FeedbackState
-from hvdlite.common.plain.compression import FeedbackCompressor, PowerSGD
+from hvdlite.common.plain.compression import FeedbackCompressor, Int8, OneBit, PowerSGD, TopK
 from hvdlite.common.runtime.process_sets import global_process_set
-from tests.compressors import BlockModel, Model, PowerSGDModel, WholeModel
+from tests.compressors import BlockModel, Model, PowerSGDModel, SignModel, TopKModel, WholeModel
 from tests.ranks import run_ranks
 
 SIZE = 3
 SHAPES = {"weight": (24, 40), "conv": (16, 5, 3, 3), "bias": (37,), "scalar": ()}
-COMPRESSORS = [hvd.Compression.int8(16), hvd.Compression.powersgd(2)]
+COMPRESSORS = [
+    hvd.Compression.int8(16),
+    hvd.Compression.powersgd(2),
+    hvd.Compression.topk(0.05),
+    hvd.Compression.onebit(1, block=32),
+]
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 
 
@@ -57,8 +62,13 @@ def train(optimizer: Any, named: dict[str, Any], rank: int, steps: range) -> lis
 
 def model_of(compressor: FeedbackCompressor, name: str, ranks: int) -> Model:
     shape = SHAPES[name]
-    if not isinstance(compressor, PowerSGD):
+    if isinstance(compressor, TopK):
+        return TopKModel(ranks, shape, compressor.ratio)
+    if isinstance(compressor, OneBit):
+        return SignModel(ranks, shape, compressor.block, compressor.warmup_steps)
+    if isinstance(compressor, Int8):
         return BlockModel(ranks, shape, compressor.block)
+    assert isinstance(compressor, PowerSGD)
     if len(shape) < 2:
         return WholeModel(ranks, shape)
     columns = int(np.prod(shape[1:]))
@@ -202,7 +212,7 @@ def test_a_state_of_another_rank_brings_no_residual(compressor: FeedbackCompress
         new.load_state_dict(state)
         np.testing.assert_array_equal(left(new, "weight"), own if rank == 0 else 0)
         steps = new._exchange.feedback.state.steps
-        assert steps == 2
+        assert steps == dict.fromkeys(SHAPES, 2)
 
     run_ranks(2, main)
 
@@ -219,7 +229,7 @@ def test_a_rank_that_comes_and_one_that_goes(compressor: FeedbackCompressor) -> 
         optimizer, named = optimizers[number]
         train(optimizer, named, rank, steps)
         state = optimizer._exchange.feedback.state
-        return state.steps, {name: np.copy(each) for name, each in state.factors.items()}
+        return dict(state.steps), {name: np.copy(each) for name, each in state.factors.items()}
 
     run_ranks(3, lambda rank: work(rank, rank, range(2)))
     before = np.copy(left(optimizers[2][0], "weight"))
@@ -232,7 +242,7 @@ def test_a_rank_that_comes_and_one_that_goes(compressor: FeedbackCompressor) -> 
         return work(workers[rank], rank, range(2, 4))
 
     results = run_ranks(2, main)
-    assert [steps for steps, _ in results] == [4, 4]
+    assert [steps for steps, _ in results] == [dict.fromkeys(SHAPES, 4)] * 2
     assert results[0][1].keys() == results[1][1].keys()
     for name, factor in results[0][1].items():
         np.testing.assert_array_equal(factor, results[1][1][name])
@@ -314,6 +324,18 @@ def test_bad_parameters_are_refused_at_once(value: Any) -> None:
         hvd.Compression.powersgd(value)
     with pytest.raises(ValueError, match="int8: block must be a whole number from 8 on"):
         hvd.Compression.int8(value)
+    with pytest.raises(ValueError, match="onebit: block must be a whole number from 8 on"):
+        hvd.Compression.onebit(block=value)
+    if value != 0:
+        with pytest.raises(ValueError, match="onebit: warmup_steps must be a whole number"):
+            hvd.Compression.onebit(value)
+    with pytest.raises(ValueError, match="topk: ratio must be greater than 0 and at most 1"):
+        hvd.Compression.topk(value)
+
+
+def test_blocks_are_whole_bytes() -> None:
+    with pytest.raises(ValueError, match="multiple of 8, not 12"):
+        hvd.Compression.int8(12)
 
 
 def test_there_is_no_feedback_without_an_optimizer() -> None:
@@ -330,8 +352,8 @@ def test_there_is_no_feedback_without_an_optimizer() -> None:
     run_ranks(2, main)
 
 
-def test_a_rank_may_join_others_that_go_on_with_powersgd() -> None:
-    compressor = hvd.Compression.powersgd(2)
+@pytest.mark.parametrize("compressor", [COMPRESSORS[1], COMPRESSORS[2]], ids=str)
+def test_a_rank_may_join_others_that_go_on(compressor: FeedbackCompressor) -> None:
 
     def main(rank: int) -> Any:
         named = parameters()

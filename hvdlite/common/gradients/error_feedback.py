@@ -1,7 +1,7 @@
 """Error feedback: what compressors of one optimizer remember from step to step.
 
 Residuals are what this rank has not sent yet, and added to its next gradient. Factors, the warm
-start of powersgd, and the number of steps are the same on all ranks.
+start of powersgd, and the numbers of steps are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class FeedbackState:
         self.process_set = process_set
         self.residuals: dict[str, Array] = {}
         self.factors: dict[str, Array] = {}
-        self.steps = 0
+        self.steps: dict[str, int] = {}
         self._owner = uuid.uuid4().hex
         self._era: object = None
 
@@ -58,6 +58,13 @@ class FeedbackState:
             factor = self.factors[name] = drawn.astype(np.float32)
         return factor
 
+    def count(self, names: Sequence[str]) -> int:
+        """Count a step of these gradients; return how many all of them had before."""
+        before = min(self.steps.get(name, 0) for name in names)
+        for name in names:
+            self.steps[name] = self.steps.get(name, 0) + 1
+        return before
+
     def begin(self, label: str) -> None:
         """Make factors and steps equal on all ranks, if an era has begun; blocks then.
 
@@ -68,7 +75,8 @@ class FeedbackState:
         if era is self._era:
             return
         name = f"compression.{label}"
-        places = allgather_object((self.steps, for_collective().rank), name, self.process_set)
+        steps = max(self.steps.values(), default=0)
+        places = allgather_object((steps, for_collective().rank), name, self.process_set)
         most = max(steps for steps, _ in places)
         if most:
             root = min(rank for steps, rank in places if steps == most)
@@ -86,7 +94,7 @@ class FeedbackState:
         """Return a copy of all, with numpy arrays."""
         return {
             "compression": str(self.compressor),
-            "steps": self.steps,
+            "steps": dict(self.steps),
             "factors": {name: factor.copy() for name, factor in self.factors.items()},
             "residuals": {name: each.copy() for name, each in self.residuals.items()},
             "owner": self._owner,
@@ -105,7 +113,7 @@ class FeedbackState:
                 f"on Compression.{self.compressor}"
             )
             return
-        self.steps = int(saved["steps"])
+        self.steps = dict(saved["steps"])
         self.factors = {name: np.array(each) for name, each in saved["factors"].items()}
         if saved["owner"] == self._owner or saved["place"] == _place():
             self.residuals = {name: np.array(each) for name, each in saved["residuals"].items()}

@@ -62,9 +62,7 @@ class Int8(FeedbackCompressor):
     block: int = 256
 
     def __post_init__(self) -> None:
-        _check_whole("int8", "block", self.block, 8)
-        if self.block % 8:
-            raise ValueError(f"int8: block must be a multiple of 8, not {self.block}")
+        _check_block("int8", self.block)
 
     def __str__(self) -> str:
         return f"int8(block={self.block})"
@@ -83,12 +81,48 @@ class PowerSGD(FeedbackCompressor):
         return f"powersgd(rank={self.rank})"
 
 
+@dataclass(frozen=True)
+class TopK(FeedbackCompressor):
+    """The elements of the largest magnitudes, a share `ratio` of each tensor."""
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        ratio = self.ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+            raise ValueError(f"topk: ratio must be greater than 0 and at most 1, not {ratio!r}")
+
+    def __str__(self) -> str:
+        return f"topk(ratio={float(self.ratio)})"
+
+
+@dataclass(frozen=True)
+class OneBit(FeedbackCompressor):
+    """The signs of elements; in the first `warmup_steps` steps, everything."""
+
+    warmup_steps: int = 100
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        _check_whole("onebit", "warmup_steps", self.warmup_steps, 0)
+        _check_block("onebit", self.block)
+
+    def __str__(self) -> str:
+        return f"onebit(warmup_steps={self.warmup_steps}, block={self.block})"
+
+
 AnyCompressor = type[Compressor] | FeedbackCompressor
 
 
 def _check_whole(label: str, name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{label}: {name} must be a whole number from {least} on, not {value!r}")
+
+
+def _check_block(label: str, block: Any) -> None:
+    _check_whole(label, "block", block, 8)
+    if block % 8:
+        raise ValueError(f"{label}: block must be a multiple of 8, not {block}")
 
 
 def label_of(compression: AnyCompressor) -> str:
@@ -121,3 +155,24 @@ class FeedbackCompressions:
         unless `rank` is a positive whole number.
         """
         return PowerSGD(rank)
+
+    @staticmethod
+    def topk(ratio: float) -> TopK:
+        """Send the elements of the largest magnitudes with their places, 8 bytes for each.
+
+        Of each tensor the share `ratio`, rounded up, whichever they are on each rank; every rank
+        receives those of all others. Raises `ValueError` unless ``0 < ratio <= 1``.
+        """
+        return TopK(ratio)
+
+    @staticmethod
+    def onebit(warmup_steps: int = 100, block: int = 1024) -> OneBit:
+        """Send a bit for each element: whether it is negative (1-bit SGD, Seide et al. 2014).
+
+        It stands for the mean of those elements of its block of `block` elements that have its
+        sign. The first `warmup_steps` steps of the optimizer send gradients as they are. For SGD,
+        also with momentum: Adam's second moment does not survive what signs make of magnitudes.
+        Raises `ValueError` unless `warmup_steps` is a whole number from 0 on, and `block` a
+        positive multiple of 8.
+        """
+        return OneBit(warmup_steps, block)

@@ -9,7 +9,8 @@ import torch
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.buckets import ReductionConfig
-from hvdlite.common.gradients.compressed_exchange import Bucket, CompressedBucket, Part
+from hvdlite.common.gradients.compressed_bucket import Bucket, Part
+from hvdlite.common.gradients.compressed_exchange import CompressedBucket
 from hvdlite.common.gradients.error_feedback import FeedbackState
 from hvdlite.common.plain.compression import FeedbackCompressor
 from hvdlite.torch.optimizer.in_flight import PendingGradient, check_and_wait
@@ -105,7 +106,7 @@ class Feedback:
 def _with_tensors(saved: dict[str, Any]) -> dict[str, Any]:
     return {
         key: {name: torch.from_numpy(array) for name, array in value.items()}
-        if isinstance(value, dict)
+        if key in ("factors", "residuals")
         else value
         for key, value in saved.items()
     }

@@ -343,8 +343,6 @@ class GradientExchange:
         # must this one.
         shared = [failure for failure in failures if isinstance(failure, HorovodInternalError)]
         self._find_enough_bytes()
-        if self.feedback is not None and not shared:
-            self.feedback.state.steps += 1
         if not refused and not shared:
             self.segment_schedule.adapt(names, self.param_groups)
         failures = [*shared, *refused, *failures]
