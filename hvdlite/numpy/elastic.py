@@ -24,6 +24,7 @@ from hvdlite.common.elastic.arrays import broadcast_arrays
 from hvdlite.common.elastic.run import run
 from hvdlite.common.elastic.source import sync_source
 from hvdlite.common.elastic.state import ObjectState, map_leaves, named_leaves
+from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime.basics import rank
 
 
@@ -108,11 +109,11 @@ class NumpyState(ObjectState):
             ),
         )
 
-    def _tensors_to_compare(self) -> Iterator[tuple[str, Any]]:
+    def _tensors_to_compare(self) -> Iterator[Compared]:
         for name in self._saved_state:
             for path, leaf in named_leaves(getattr(self, name), name):
                 if _is_array(leaf):
-                    yield path, np.ravel(leaf).view(np.uint8)
+                    yield of_array(path, leaf)
 
 
 def _is_array(value: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.buckets import ReductionConfig
+from hvdlite.common.gradients.weights_check import WeightsCheck
 from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -27,6 +28,10 @@ class OptimizerMixin(torch.optim.Optimizer):
     _communicates_after_step = False
     _trace_hooks: tuple[IterationHooks, ...] = ()
     _parameter_names: Any  # a dict of names by parameter
+    # Compares the weights of all ranks after some steps, where the settings ask for it.
+    _weights_check: WeightsCheck | None = None
+    # Whether each rank has all of the optimizer's state, as the others have it.
+    _state_is_common = True
 
     @contextmanager
     def _allow_step(self) -> Iterator[None]:
@@ -36,6 +41,15 @@ class OptimizerMixin(torch.optim.Optimizer):
             yield
         finally:
             self._step_allowed = False
+
+    def _check_weights(self) -> None:
+        """Compare the weights of all ranks, if it is time to: a step has ended."""
+        if self._weights_check is not None:
+            from hvdlite.torch.weights import weights_of  # Most jobs never need it.
+
+            self._weights_check.step(
+                lambda: weights_of(self, self._parameter_names, state=self._state_is_common)
+            )
 
     def trace_steps(self, steps: StepMarks) -> Callable[[], None]:
         """Mark every iteration in `steps`; return a function that ends this."""

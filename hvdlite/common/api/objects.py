@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -52,6 +53,21 @@ def allgather_object(
     ends = np.cumsum(sizes).tolist()
     starts = [0, *ends[:-1]]
     return [_unpickle(bodies[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def gather_by_rank(
+    label: str, process_set: ProcessSet = global_process_set
+) -> Callable[[str, Any], dict[int, Any]]:
+    """Return a function of a name and an object: the objects of all ranks, by global ranks.
+
+    A joined rank has none. Its exchanges are named after the `label` and the name.
+    """
+
+    def gather(name: str, obj: Any) -> dict[int, Any]:
+        mine = (for_collective().rank, obj)
+        return dict(allgather_object(mine, f"{label}.{name}", process_set))
+
+    return gather
 
 
 def _pickle(obj: Any) -> Array:

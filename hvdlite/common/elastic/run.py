@@ -9,16 +9,16 @@ its own exception whether it takes part in a sync, as ranks may have seen differ
 from __future__ import annotations
 
 import functools
-import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from hvdlite.common.api.objects import allgather_object
+from hvdlite.common.api.objects import gather_by_rank
 from hvdlite.common.base.errors import DEPARTED, HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.common.elastic.notification import notification_manager
 from hvdlite.common.elastic.source import source_of
 from hvdlite.common.elastic.state import State
+from hvdlite.common.plain.comparison import Compared, compare
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import find
 from hvdlite.common.runtime.runtime import Runtime
@@ -26,43 +26,16 @@ from hvdlite.common.runtime.runtime import Runtime
 # The comparison of all ranks' weights after a reset, bit by bit (HVDLITE_ELASTIC_CHECK).
 
 
-Tensors = Iterable[tuple[str, Any]]  # names, and what gives its bytes as a buffer
-
-
-def compare_ranks(tensors: Callable[[], Tensors]) -> None:
+def compare_ranks(tensors: Callable[[], Iterable[Compared]]) -> None:
     """Raise `RuntimeError` on all ranks if a tensor differs between two, where that is asked for.
 
-    Every rank calls it; only hashes of 64 bits are exchanged.
+    Every rank calls it; only digests are exchanged.
     """
     runtime = find()
-    if runtime is None or not runtime.config.elastic_check:
-        return
-    hashes = {name: hash_of(tensor) for name, tensor in tensors()}
-    difference = first_difference(allgather_object(hashes, "elastic.check"))
-    if difference:
-        raise RuntimeError(difference)
-
-
-def hash_of(tensor: Any) -> str:
-    """Return the hash of what gives its bytes as a buffer: 64 bits as hexadecimal digits."""
-    return hashlib.blake2b(tensor, digest_size=8).hexdigest()
-
-
-def first_difference(hashes: Sequence[Mapping[str, str]]) -> str:
-    """Return a sentence about the first tensor that two ranks have differently; empty if none.
-
-    `hashes` has those of each rank, in rank order.
-    """
-    for rank, theirs in enumerate(hashes):
-        for name in [*hashes[0], *(name for name in theirs if name not in hashes[0])]:
-            first, other = hashes[0].get(name, "none"), theirs.get(name, "none")
-            if first != other:
-                return (
-                    f"after the reset tensor '{name}' differs between rank 0 (hash {first}) and "
-                    f"rank {rank} (hash {other}): call commit() at the same points on all ranks, "
-                    "and change weights alike on all of them"
-                )
-    return ""
+    if runtime is not None and runtime.config.elastic_check:
+        remedy = "Call commit() at the same points on all ranks, and change weights alike on all"
+        what = "the state after the reset is not the same"
+        compare([*tensors()], what, remedy, gather_by_rank("elastic.check"))
 
 
 R = TypeVar("R")

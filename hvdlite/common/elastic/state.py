@@ -17,6 +17,7 @@ from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.base.errors import HostsUpdatedInterrupt
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.elastic.source import RANK_0, sync_source
+from hvdlite.common.plain.comparison import Compared
 from hvdlite.common.runtime import worlds
 
 # Nested dicts, lists and tuples: how state is made of its parts.
@@ -177,8 +178,8 @@ class State:
         """Return the number of the commit that this rank could go on from, 0 for none."""
         return self._commit_number
 
-    def _tensors_to_compare(self) -> Iterable[tuple[str, Any]]:
-        """Yield what is equal on all ranks, bit by bit: names, and arrays of uint8."""
+    def _tensors_to_compare(self) -> Iterable[Compared]:
+        """Yield what is equal on all ranks, bit by bit."""
         return ()
 
 

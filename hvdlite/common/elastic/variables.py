@@ -11,6 +11,7 @@ from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.elastic.arrays import broadcast_arrays
 from hvdlite.common.elastic.source import check_same_tensors, sync_source
 from hvdlite.common.elastic.state import ObjectState
+from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime.basics import rank
 
 
@@ -87,11 +88,11 @@ class VariablesState(ObjectState):
         """Return the variables that are equal on all ranks, bit by bit."""
         return self._variables()
 
-    def _tensors_to_compare(self) -> Iterator[tuple[str, Any]]:
+    def _tensors_to_compare(self) -> Iterator[Compared]:
         variables = self._variables_to_compare()
         for index, value in enumerate(self._values(variables)):
             name = getattr(variables[index], "path", variables[index].name)
-            yield f"{name} ({index})", np.ravel(value).view(np.uint8)
+            yield of_array(f"{name} ({index})", value)
 
 
 def _copied(value: np.ndarray[Any, Any], kept: np.ndarray[Any, Any] | None) -> Any:

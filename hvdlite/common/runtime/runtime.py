@@ -204,6 +204,7 @@ class Runtime:
         settings: dict[str, object] = {
             "HVDLITE_ALLREDUCE": self.config.allreduce,
             "HVDLITE_DATA_PLANE": self.config.data_plane,
+            "HVDLITE_CHECK_WEIGHTS": self.config.check_weights,
             "process_sets": [s.ranks if s.mpi_comm is None else "comm" for s in sets],
         }
         text = ", ".join(f"{name}={value}" for name, value in settings.items())

@@ -16,6 +16,7 @@ import torch
 from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.elastic.state import ObjectState, check_names, map_leaves
+from hvdlite.common.plain.comparison import Compared
 from hvdlite.common.runtime.basics import rank
 from hvdlite.torch.elastic.handlers import (
     ModelStateHandler,
@@ -26,6 +27,7 @@ from hvdlite.torch.elastic.handlers import (
 )
 from hvdlite.torch.elastic.sampler import ElasticSampler
 from hvdlite.torch.optimizer.adasum import AdasumMixin
+from hvdlite.torch.weights import of_tensor
 
 BY_STEP = "step"
 
@@ -258,11 +260,10 @@ class TorchState(ObjectState):
         except TypeError:
             return super()._copies(map_leaves(dict(values), _detached))
 
-    def _tensors_to_compare(self) -> Iterator[tuple[str, Any]]:
+    def _tensors_to_compare(self) -> Iterator[Compared]:
         for name, handler in self._handlers.items():
             for part, tensor in handler.tensors():
-                flat = tensor.detach().cpu().reshape(-1).contiguous()
-                yield f"{name}.{part}", flat.view(torch.uint8).numpy()
+                yield of_tensor(f"{name}.{part}", tensor)
 
 
 def _detached(leaf: Any) -> Any:

@@ -22,6 +22,7 @@ from hvdlite.common.gradients.buckets import (
     split_evenly,
 )
 from hvdlite.common.gradients.segment_plan import SegmentPlan
+from hvdlite.common.gradients.weights_check import check_by_setting
 from hvdlite.common.iterations.trace import announce
 from hvdlite.common.plain.compression import AnyCompressor
 from hvdlite.common.runtime import worlds
@@ -126,6 +127,16 @@ def DistributedOptimizer(  # noqa: N802
         wrapped._exchange = GradientExchange(
             optimizer.param_groups, names, schedule, reduction, segments
         )
+    return _completed(wrapped, optimizer, names, reduction)
+
+
+def _completed(
+    wrapped: Any, optimizer: torch.optim.Optimizer, names: Names, reduction: ReductionConfig
+) -> Any:
+    """Return the wrapped optimizer, which traces and the check of weights know from now on."""
+    if names and reduction.active:
+        label = f"{min(names.values())}.{len(names)}"
+        wrapped._weights_check = check_by_setting(label, reduction.process_set)
     announce(wrapped)
     leave_zero_gradients(optimizer)
     return wrapped
@@ -147,9 +158,7 @@ def _shard(
     from hvdlite.torch.sharded_state.optimizer import shard  # Most jobs never need it.
 
     wrapped = shard(optimizer, names, passes, reduction)
-    announce(wrapped)
-    leave_zero_gradients(optimizer)
-    return wrapped
+    return _completed(wrapped, optimizer, names, reduction)
 
 
 def _reason_against_views(reduction: ReductionConfig, grouped: bool) -> str:

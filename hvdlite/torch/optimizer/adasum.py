@@ -24,6 +24,7 @@ class AdasumMixin(OptimizerMixin):
     """
 
     _communicates_after_step = True
+    _state_is_common = False  # It is made of the gradients of each rank.
     backward_passes_per_step: int
     _reduction: ReductionConfig
     _names: dict[torch.Tensor, str]
@@ -57,6 +58,7 @@ class AdasumMixin(OptimizerMixin):
         with torch.no_grad():
             self._combine(starts)
         self._end_iteration()
+        self._check_weights()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # The wrapped step calls the user's hooks.

@@ -79,8 +79,11 @@ class ReducingMixin(OptimizerMixin):
         self._exchange.synchronized = self._synchronized_for_scaler = False
         with self._allow_step():
             if self._can_fuse(bool(arguments or options)):
-                return _fused_step(self)
-            return super().step(*arguments, **options)
+                result = _fused_step(self)
+            else:
+                result = super().step(*arguments, **options)
+        self._check_weights()
+        return result
 
     step.hooked = True  # type: ignore[attr-defined]  # The wrapped step calls the user's hooks.
 

@@ -31,6 +31,7 @@ class ShardingMixin(ReducingMixin):
     """
 
     _exchange: ShardedExchange  # type: ignore[assignment]
+    _state_is_common = False
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Reduce the gradients, step over the shards of this rank, and send them to all ranks.
@@ -59,6 +60,7 @@ class ShardingMixin(ReducingMixin):
             with self._allow_step():
                 _sharded_step(self)
             exchange.gather_parameters()
+        self._check_weights()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # `_sharded_step` calls the user's hooks.

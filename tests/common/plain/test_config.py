@@ -34,6 +34,7 @@ ACCEPTED = {
     "autotune_noise": ("0.5", 0.5),
     "trace_iterations": ("/tmp/t.csv", "/tmp/t.csv"),
     "live": ("1", True),
+    "check_weights": ("100", 100),
     "stall_check_disable": ("2", True),
     "stall_warning_seconds": ("0.5", 0.5),
     "stall_shutdown_seconds": ("90", 90.0),

@@ -1,0 +1,187 @@
+"""Digests of tensors, compared over ranks: which rank has which tensor otherwise than most.
+
+Each block of 8 KiB becomes a sum of its words, each times an odd number of its place, modulo 2**64:
+a multilinear hash (Carter and Wegman, 1979). Products carry changes upwards alone, so the upper
+half of a word is mixed into the lower one before. Every change of one word is found, and others
+but for a chance of some 2**-32. numpy computes 6 GB/s on a core, devices compute it by themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.plain.numpy_adapter import Array
+
+BLOCK_WORDS = 1024
+BLOCK_BYTES = 8 * BLOCK_WORDS
+_BLOCKS_AT_ONCE = 64  # So many stay in the cache of a core while they are mixed and summed.
+
+
+@cache
+def factors() -> Array:
+    """Return the factors of the words of a block: odd numbers of 64 bits."""
+    numbers = np.arange(1, BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    numbers ^= numbers >> np.uint64(30)  # As splitmix64 (Steele, Lea and Flood, 2014) begins.
+    odd: Array = numbers * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
+    return odd
+
+
+class Facts(NamedTuple):
+    """What ranks tell each other of a tensor."""
+
+    dtype: str  # As `TensorSpec` has it.
+    shape: tuple[int, ...]
+    digest: str = ""  # 64 bits as hexadecimal digits.
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}, digest {self.digest}"
+
+
+class Compared(NamedTuple):
+    """A tensor that ranks compare. Its bytes are read when they are asked for."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sums: Callable[[], Array]  # uint64: of each block of the bytes.
+    block: Callable[[int], bytes]
+
+    def facts(self) -> Facts:
+        """Return what ranks compare first; reads all bytes."""
+        digest = hashlib.blake2b(self.sums().tobytes(), digest_size=8).hexdigest()
+        return Facts(self.dtype, self.shape, digest)
+
+
+def of_array(name: str, array: Array, dtype: str = "") -> Compared:
+    """Return a numpy array to compare; `dtype` is that of its bytes where it is another one."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return Compared(
+        name,
+        dtype or array.dtype.name,
+        array.shape,
+        lambda: sums_of(flat),
+        lambda number: flat[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES].tobytes(),
+    )
+
+
+def sums_of(flat: Array) -> Array:
+    """Return the sums of the blocks of an array of bytes."""
+    whole = flat.size // BLOCK_BYTES
+    blocks = flat[: whole * BLOCK_BYTES].view(np.uint64).reshape(whole, BLOCK_WORDS)
+    sums = np.empty(-(-flat.size // BLOCK_BYTES), np.uint64)
+    for start in range(0, whole, _BLOCKS_AT_ONCE):
+        end = min(start + _BLOCKS_AT_ONCE, whole)
+        sums[start:end] = _mixed(blocks[start:end]) @ factors()
+    rest = flat[whole * BLOCK_BYTES :]
+    if rest.size:
+        words = np.zeros(-(-rest.size // 8), np.uint64)
+        words.view(np.uint8)[: rest.size] = rest
+        sums[-1] = _mixed(words) @ factors()[: words.size]
+    return sums
+
+
+def _mixed(words: Array) -> Array:
+    mixed: Array = words >> np.uint64(32)
+    mixed ^= words
+    return mixed
+
+
+# Returns the values of all ranks by their numbers; the name tells one exchange from another.
+Gather = Callable[[str, Any], dict[int, Any]]
+
+
+def compare(tensors: Sequence[Compared], what: str, remedy: str, gather: Gather) -> None:
+    """Raise `RuntimeError` on all ranks if two of them have a tensor otherwise.
+
+    Bits are compared: a NaN is equal to itself. All ranks call this at the same point; while they
+    agree, each sends a digest of 16 bytes. The error begins with `what`, and ends with the
+    `remedy`.
+    """
+    mine = {tensor.name: tensor.facts() for tensor in tensors}
+    listed = repr(sorted((name, *facts) for name, facts in mine.items()))
+    total = hashlib.blake2b(listed.encode(), digest_size=16).digest()
+    if len({*gather("digest", total).values()}) == 1:
+        return
+    of_ranks: dict[int, dict[str, Facts]] = gather("digests", mine)
+    names = dict.fromkeys(name for theirs in of_ranks.values() for name in theirs)
+    different = [
+        name for name in names if len({theirs.get(name) for theirs in of_ranks.values()}) > 1
+    ]
+    groups = _groups({rank: theirs.get(different[0]) for rank, theirs in of_ranks.items()})
+    tensor = next((tensor for tensor in tensors if tensor.name == different[0]), None)
+    element = _first_element(tensor, groups, gather)
+    raise RuntimeError(
+        f"{what}: {_who(groups)} in {len(different)} of {len(names)} tensors, first in "
+        f"'{different[0]}'{element} ({_values(groups)}). {remedy}"
+    )
+
+
+# -- the words of the error
+
+
+Groups = dict[Facts | None, list[int]]  # What ranks have, and which ranks: most of them first.
+
+
+def _groups(of_ranks: Mapping[int, Facts | None]) -> Groups:
+    groups: Groups = {}
+    for rank in sorted(of_ranks):
+        groups.setdefault(of_ranks[rank], []).append(rank)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [*map(str, ranks[:8])]
+    rest = str(len(ranks) - len(shown)) + " others" if len(ranks) > len(shown) else shown.pop()
+    return f"ranks {', '.join(shown)} and {rest}"
+
+
+def _who(groups: Groups) -> str:
+    most, *others = groups.values()
+    odd = sorted(rank for ranks in others for rank in ranks)
+    if len(most) <= max(map(len, others)):
+        return f"{_listed(sorted([*most, *odd]))} differ, without a majority that agrees,"
+    return f"{_listed(odd)} differ{'s' if len(odd) == 1 else ''} from {_listed(most)}"
+
+
+def _values(groups: Groups) -> str:
+    shown = [f"{_listed(ranks)}: {facts or 'none'}" for facts, ranks in [*groups.items()][:4]]
+    return "; ".join([*shown, "..."] if len(groups) > len(shown) else shown)
+
+
+def _first_element(tensor: Compared | None, groups: Groups, gather: Gather) -> str:
+    """Return words about the first element that the first ranks of two groups have otherwise."""
+    (facts, (one, *_)), (theirs, (other, *_)), *_ = groups.items()
+    if facts is None or theirs is None or facts[:2] != theirs[:2]:
+        return ""
+    sums = gather("sums", None if tensor is None else tensor.sums())
+    number = int(np.argmax(sums[one] != sums[other]))
+    blocks = gather("block", None if tensor is None else tensor.block(number))
+    return _of_element(facts, number, {rank: blocks[rank] for rank in (one, other)})
+
+
+def _of_element(facts: Facts, number: int, blocks: Mapping[int, bytes]) -> str:
+    try:
+        dtype = numpy_dtype(facts.dtype)
+    except TypeError:  # One that numpy does not know, such as floats of 8 bits.
+        return ""
+    rows = {
+        rank: np.frombuffer(block, np.uint8).reshape(-1, dtype.itemsize)
+        for rank, block in blocks.items()
+    }
+    first, second = rows.values()
+    place = int(np.argmax((first != second).any(axis=1)))
+    index = np.unravel_index(number * BLOCK_BYTES // dtype.itemsize + place, facts.shape)
+    bits = {rank: row[place].tobytes() for rank, row in rows.items()}
+    values = {rank: str(np.frombuffer(each, dtype)[0]) for rank, each in bits.items()}
+    if len({*values.values()}) == 1:  # Zeros and NaN of different bits.
+        values = {rank: f"{values[rank]} (0x{each[::-1].hex()})" for rank, each in bits.items()}
+    told = " and ".join(f"{value} on rank {rank}" for rank, value in values.items())
+    return f": {'element [' + ', '.join(map(str, index)) + ']' if index else 'it'} is {told}"

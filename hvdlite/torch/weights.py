@@ -1,0 +1,93 @@
+"""What ranks compare of an optimizer of PyTorch: parameters, its state and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdlite.common.plain.comparison import (
+    BLOCK_BYTES,
+    BLOCK_WORDS,
+    Compared,
+    factors,
+    of_array,
+    sums_of,
+)
+from hvdlite.common.plain.numpy_adapter import Array
+from hvdlite.torch.dtypes import DTYPE_NAMES
+
+_BLOCKS_AT_ONCE = 4096  # Of a tensor on a device: 32 MiB, as much again for the products.
+
+
+def of_tensor(name: str, tensor: torch.Tensor) -> Compared:
+    """Return a dense tensor to compare, whose bytes stay on its device."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+    def block(number: int) -> bytes:
+        part = flat[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+        return part.cpu().numpy().tobytes()
+
+    def sums() -> Array:
+        return sums_of(flat.numpy()) if flat.device.type == "cpu" else sums_on_device(flat)
+
+    dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+    return Compared(name, dtype, tuple(tensor.shape), sums, block)
+
+
+def sums_on_device(flat: torch.Tensor) -> Array:
+    """Return what `sums_of` returns, computed where the bytes are: integers of 64 bits wrap."""
+    missing, whole = -flat.numel() % BLOCK_BYTES, flat.numel() // BLOCK_BYTES * BLOCK_BYTES
+    signed = torch.from_numpy(factors().view(np.int64)).to(flat.device)
+    sums = [
+        (_mixed(part).view(-1, BLOCK_WORDS) * signed).sum(1)
+        for part in torch.split(flat[:whole], _BLOCKS_AT_ONCE * BLOCK_BYTES)
+        if part.numel()
+    ]
+    if whole < flat.numel():
+        last = torch.nn.functional.pad(flat[whole:], (0, missing))
+        sums.append((_mixed(last) * signed).sum().reshape(1))
+    if not sums:
+        return np.empty(0, np.uint64)
+    array: Array = torch.cat(sums).cpu().numpy().view(np.uint64)
+    return array
+
+
+def _mixed(part: torch.Tensor) -> torch.Tensor:
+    words = part.view(torch.int64)
+    return words ^ (words >> 32 & 0xFFFFFFFF)
+
+
+def weights_of(
+    optimizer: Any, names: Mapping[torch.Tensor, str], *, state: bool
+) -> Iterator[Compared]:
+    """Yield the parameters that have names, the options of their groups, and with `state` that.
+
+    Left out is what a rank has of a `DTensor`, and what is neither a dense tensor nor a number.
+    """
+    for number, group in enumerate(vars(optimizer)["param_groups"]):
+        known = [parameter for parameter in group["params"] if parameter in names]
+        if known:
+            yield from _items(f"param_groups[{number}]", group)
+        for parameter in known:
+            if _is_whole(parameter):
+                name = names[parameter]
+                yield of_tensor(name, parameter)
+                if state:
+                    yield from _items(name, optimizer.state.get(parameter, {}))
+
+
+def _items(owner: str, values: Mapping[str, Any]) -> Iterator[Compared]:
+    for key in sorted(map(str, values)):
+        value = values.get(key)
+        if isinstance(value, torch.Tensor):
+            if _is_whole(value):
+                yield of_tensor(f"{owner}: {key}", value)
+        elif isinstance(value, (int, float)):
+            yield of_array(f"{owner}: {key}", np.array(value))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not hasattr(tensor, "to_local")
