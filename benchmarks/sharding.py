@@ -6,7 +6,8 @@
 Needs the extra torch. All cut the same 6 layers alike, with heads among the ranks, and compute the
 same batch; every rank has one computing thread. By hand are Megatron's collectives on local
 tensors, over hvdlite: with norms of a rank's words (as the plan has it, and as sequence parallelism
-does), and with whole norms and four allreduces in a layer. Steps go in turns within a job; run the
+does), and with whole norms and four allreduces in a layer; from shares of the batch to shares, as
+the plan has it, so that both make the same exchanges. Steps go in turns within a job; run the
 two jobs in turns, too, on a machine that does nothing else. Prints the time until the first step is
 done, plan included, and of the steps that follow the median and the least.
 """
@@ -118,6 +119,32 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _words_of_all(share: torch.Tensor) -> torch.Tensor:
+    """Return this rank's words of the whole batch, of which each rank has a share."""
+    parts = torch.stack(share.chunk(hvd.size(), 1))
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found.view(-1), parts.view(-1))
+    return found.flatten(0, 1)
+
+
+def _share_of_all(words: torch.Tensor) -> torch.Tensor:
+    """Return this rank's share of the batch, of which each rank has its words."""
+    n, (batch, count, width) = hvd.size(), words.shape
+    found = words.new_empty(n, batch // n, count, width)
+    dist.all_to_all_single(found.view(-1), words.contiguous().view(-1))
+    return found.movedim(0, 1).flatten(1, 2)
+
+
+def _whole_of_shares(share: torch.Tensor) -> torch.Tensor:
+    found = share.new_empty(hvd.size() * share.shape[0], *share.shape[1:])
+    all_gather(found.view(-1), share.contiguous().view(-1))
+    return found
+
+
+def _own_share(whole: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(hvd.size())[hvd.rank()].contiguous()
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
@@ -140,6 +167,8 @@ class BlockByHand(Block):
 
     to_ranks: Any = (_same, _summed)
     from_ranks: Any = (_summed, _same)
+    # Where a share of the batch comes in, and where one goes out, of which there is a loss.
+    ends: Any = (_whole_of_shares, _own_share)
 
     def forward(self, x: Any) -> Any:
         def heads(tensor: Any) -> Any:
@@ -162,12 +191,22 @@ class BlockOfWords(BlockByHand):
 
     to_ranks = (_gathered, _scattered)
     from_ranks = (_scattered, _gathered)
+    ends = (_words_of_all, _share_of_all)
+
+
+class PartByHand(nn.Sequential):
+    """Blocks between shares of the batch; gradients are those of the average of all losses."""
+
+    def forward(self, share: Any) -> Any:
+        there, back = self[0].ends
+        found = super().forward(_Exchange.apply(share, there, back))
+        return _Exchange.apply(found, back, lambda gradient: there(gradient / hvd.size()))
 
 
 def cut_by_hand(kind: type[BlockByHand]) -> Any:
     def cut(model: nn.Sequential) -> tuple[nn.Module, torch.Tensor]:
         n, rank = hvd.size(), hvd.rank()
-        found = nn.Sequential(*[kind() for _ in model])
+        found = PartByHand(*[kind() for _ in model])
         found.load_state_dict(model.state_dict())
         for block in found:
             for name in (*COLUMNS, *ROWS):
@@ -175,8 +214,7 @@ def cut_by_hand(kind: type[BlockByHand]) -> Any:
                 layer.weight = nn.Parameter(layer.weight.detach().chunk(n, dim)[rank].clone())
                 if name in COLUMNS:
                     layer.bias = nn.Parameter(layer.bias.detach().chunk(n)[rank].clone())
-        batch = whole_batch()
-        return found, batch.chunk(n, 1)[rank] if kind is BlockOfWords else batch
+        return found, whole_batch().chunk(n)[rank]
 
     return cut
 
@@ -199,21 +237,22 @@ class Training:
 
     def __init__(self, name: str, cut: Any, model: nn.Sequential) -> None:
         self.name = name
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
         start = time.perf_counter()
         self.part, self.batch = cut(copy.deepcopy(model))
         self.optimizer = torch.optim.SGD(self.part.parameters(), 1e-3)
         self.step()
         self.first = time.perf_counter() - start
-        self.seconds: list[float] = []
 
-    def step(self) -> float:
+    def step(self) -> None:
         self.optimizer.zero_grad()
         loss = self.part(self.batch).square().mean()
         loss.backward()
         if isinstance(self.part[0], BlockOfWords):
             sum_gradients_of_words(self.part)
         self.optimizer.step()
-        return float(loss.detach())
+        self.losses.append(float(loss.detach()))
 
     def timed_step(self) -> None:
         dist.barrier()
@@ -255,6 +294,7 @@ def main() -> None:
         for each in trained:
             sys.stdout.write(f"{each}\n")
         for one, other in zip(trained[::2], trained[1::2], strict=False):
+            assert torch.allclose(torch.tensor(one.losses), torch.tensor(other.losses))
             ratios = [a / b for a, b in zip(one.seconds, other.seconds, strict=True)]
             sys.stdout.write(f"{one.name} / by hand: {median(ratios):.3f}\n")
     dist.barrier()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
+from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor, local_tensor
 
 SHARE, WIDTH = 4, 8
 
@@ -249,6 +250,26 @@ def check_outputs_are_numbered_alike() -> None:
     assert torch.equal(columns, batch.square().chunk(hvd.size(), 1)[hvd.rank()])
 
 
+def check_gradients_of_parameters() -> None:
+    """They are DTensors, cut and laid out as `to_local` has them of a plain gradient."""
+    mesh = init_device_mesh("cpu", (hvd.size(),))
+    whole = torch.arange(float(hvd.size() * 6)).reshape(-1, 3)
+    found = []
+    for local in (local_tensor, lambda each: each.to_local(grad_placements=each.placements)):
+        weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        factor = torch.arange(6.0).reshape(3, 2).t()  # The gradient has other strides.
+        for _ in range(2):
+            (local(weight) * factor).sum().backward()
+        found.append(weight.grad)
+        with torch.no_grad():
+            assert local(weight).data_ptr() == weight._local_tensor.data_ptr()
+    ours, torchs = found
+    assert ours.placements == torchs.placements and ours.shape == torchs.shape
+    assert torch.equal(ours.to_local(), 2 * factor)
+    assert torch.equal(ours.full_tensor(), torchs.full_tensor())
+    assert ours.to_local().stride() == ours.stride() == (3, 1)
+
+
 CHECKS = [
     check_tied,
     check_modules_without_parameters,
@@ -261,6 +282,7 @@ CHECKS = [
     check_operators_without_a_rule,
     check_arguments_by_keyword,
     check_outputs_are_numbered_alike,
+    check_gradients_of_parameters,
 ]
 
 if __name__ == "__main__":

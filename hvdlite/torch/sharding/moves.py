@@ -38,6 +38,9 @@ class Transfer:
         if len(self.group) > 1 and scattered(held, summed, wanted, shape):
             self._parts = [part_of(held, wanted, shape, rank, each) for each in self.group]
         self._exchange = exchange(held, wanted, shape, rank)
+        own = [stop - start for start, stop in held.box(shape, rank)]
+        self._sent_along = _even_along(self._parts or self._exchange.sends, own)
+        self._came_along = _even_along(self._exchange.receives, self._exchange.shape)
         self.stays = same_parts(held, wanted, shape)
         self.is_nothing = self.stays and len(self.group) == 1
         if len(self.group) > 1:
@@ -54,7 +57,7 @@ class Transfer:
         return tensor if self.stays else self._cut_anew(tensor)
 
     def _reduce_and_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        sent = _in_a_row([_part(tensor, each) for each in self._parts], tensor)
+        sent = self._in_a_row(self._parts, tensor)
         return self._collectives.reducescatter(sent, self.group).view(self._exchange.shape)
 
     def _cut_anew(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,17 +70,35 @@ class Transfer:
         if steps.is_gather:
             came = self._collectives.allgather(tensor.contiguous().view(-1), steps.members)
         else:
-            parts = [tensor.new_empty(0) if b is None else _part(tensor, b) for b in steps.sends]
-            sent = _in_a_row(parts, tensor)
+            sent = self._in_a_row(steps.sends, tensor)
             receives = [_count(each) for each in steps.receives]
-            sends = [each.numel() for each in parts]
+            sends = [_count(each) for each in steps.sends]
             came = self._collectives.alltoall(sent, sends, receives, steps.members)
         return self._put_together(came)
 
+    def _in_a_row(self, boxes: Sequence[Box | None], tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of parts of a tensor, each copied once, whatever its strides."""
+        along = self._sent_along
+        if along is not None:
+            shape = tensor.shape
+            split = tensor.view(
+                *shape[:along], len(boxes), shape[along] // len(boxes), *shape[along + 1 :]
+            )
+            return split.movedim(along, 0).reshape(-1)
+        sizes = [_count(each) for each in boxes]
+        found = tensor.new_empty(sum(sizes))
+        for place, box in zip(torch.split(found, sizes), boxes, strict=True):
+            if box is not None:
+                part = _part(tensor, box)
+                place.view(part.shape).copy_(part)
+        return found
+
     def _put_together(self, came: torch.Tensor) -> torch.Tensor:
-        steps = self._exchange
-        if steps.is_gather and _are_rows(steps.receives, steps.shape):
-            return came.view(steps.shape)
+        steps, along = self._exchange, self._came_along
+        if along is not None:
+            shape, n = list(steps.shape), len(steps.receives)
+            shape[along] //= n
+            return came.view(n, *shape).movedim(0, along).flatten(along, along + 1)
         whole = came.new_empty(steps.shape)
         start = 0
         for box in steps.receives:
@@ -88,15 +109,6 @@ class Transfer:
         return whole
 
 
-def _in_a_row(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return the elements of parts, each copied once, whatever its strides."""
-    sizes = [each.numel() for each in parts]
-    found = like.new_empty(sum(sizes))
-    for place, part in zip(torch.split(found, sizes), parts, strict=True):
-        place.view(part.shape).copy_(part)
-    return found
-
-
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     for dimension, (start, stop) in enumerate(box):
         if stop - start != tensor.shape[dimension]:
@@ -104,16 +116,20 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _are_rows(boxes: Sequence[Box | None], shape: Sequence[int]) -> bool:
-    """Return whether parts lie one after the other in a tensor, in this order."""
-    start = 0
-    for box in boxes:
-        if not box or box[0][0] != start:
-            return False
-        if any(b - a != n for (a, b), n in zip(box[1:], shape[1:], strict=True)):
-            return False
-        start = box[0][1]
-    return True
+def _even_along(boxes: Sequence[Box | None], shape: Sequence[int]) -> int | None:
+    """Return the dimension along which parts make up a tensor, equal ones in this order; or None.
+
+    All of them are then copied at once: one by one takes several calls for each rank.
+    """
+    for dimension, length in enumerate(shape):
+        size = length // len(boxes)
+        rows = [
+            [(i * size, (i + 1) * size) if d == dimension else (0, n) for d, n in enumerate(shape)]
+            for i in range(len(boxes))
+        ]
+        if size * len(boxes) == length and [each and list(each) for each in boxes] == rows:
+            return dimension
+    return None
 
 
 def _count(box: Box | None) -> int:

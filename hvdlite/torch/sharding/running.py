@@ -28,7 +28,7 @@ from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.registration import init_process_group
 from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.collectives import MeshCollectives
-from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor
+from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor, local_tensor
 from hvdlite.torch.sharding.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import nearest_placements
@@ -171,15 +171,17 @@ class _Runner:
         """
         if kwargs:
             args = _in_a_row(self.call, args, kwargs)
-        part = self._ready(args)
+        part, leaves = self._ready(args)
         tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
-        leaves = [_local(table[name]) for table, name in part.leaves]
         outputs = iter(part.lowered.graph(*tensors, *leaves))
         return tree_map(lambda each: next(outputs) if is_ref(each) else each, part.result)
 
     @untraced
-    def _ready(self, args: tuple[Any, ...]) -> _Part:
-        """Return the part for such arguments, once all ranks have called it with equal shares."""
+    def _ready(self, args: tuple[Any, ...]) -> tuple[_Part, list[torch.Tensor]]:
+        """Return the part for such arguments, and what this rank holds of its leaves.
+
+        All ranks have then called it with equal shares.
+        """
         leaves, spec = tree_flatten(args)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         self._start()
@@ -201,7 +203,7 @@ class _Runner:
         part.lowered.seed.value = seed
         for name, moved in part.lowered.warnings:
             _warn_once(name, moved)
-        return part
+        return part, [local_tensor(table[name]) for table, name in part.leaves]
 
     def _check_filled(self, part: _Part) -> None:
         """Raise `ValueError` for a buffer without values, which NaN would come from."""
@@ -380,18 +382,6 @@ class _Ranks:
     def mesh(self) -> Any:
         """The numbers of its ranks, None for all of the job."""
         return None if self.whole is None else self.whole.mesh
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """Return what this rank holds, whose gradient will have the same placements."""
-    if not isinstance(tensor, DTensor):
-        plain: torch.Tensor = tensor
-        return plain
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        held: torch.Tensor = tensor._local_tensor
-        return held
-    local: torch.Tensor = tensor.to_local(grad_placements=tensor.placements)
-    return local
 
 
 def _held(tensor: Any, ranks: int) -> Layout:
