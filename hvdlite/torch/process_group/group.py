@@ -181,6 +181,10 @@ def create(options: Any, backend_options: Any = None) -> HvdliteProcessGroup:
             f"new_group(ranks={members}): the ranks of a group of hvdlite ascend: give "
             f"{sorted(members)}"
         )
+    if runtime.config.check_weights:
+        from hvdlite.torch.process_group.weights import watch_optimizers  # Most never need it.
+
+        watch_optimizers()
     process_set = _form(runtime, members, options.timeout)
     caller = Caller(runtime, process_set, members, options.timeout)
     return HvdliteProcessGroup(caller, options.group_rank, options.store)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
+from hvdlite.common.runtime.current import current
+from hvdlite.torch.process_group.weights import watch_optimizers
 from tests.parallel.process_group import models
 from tests.parallel.process_group.features import feature
 
@@ -36,6 +40,63 @@ def trained_by_ddp(**options: Any) -> DistributedDataParallel:
 def ddp() -> None:
     models.close(trained_by_ddp(), models.trained_alone())
     models.close(trained_by_ddp(bucket_cap_mb=0.001), models.trained_alone())
+
+
+@contextlib.contextmanager
+def weights_compared_every_two_steps() -> Iterator[None]:
+    """As HVDLITE_CHECK_WEIGHTS=2 for all optimizers that step within this context first."""
+    runtime = current()
+    config, runtime.config = runtime.config, replace(runtime.config, check_weights=2)
+    watch_optimizers()
+    try:
+        yield
+    finally:
+        runtime.config = config
+
+
+def steps_of(ddp: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    models.train(ddp, optimizer, [models.part(step, rank, size) for step in range(count)])
+
+
+@feature()
+def ddp_weights_are_compared() -> None:
+    with weights_compared_every_two_steps():
+        ddp = DistributedDataParallel(models.make_model(), gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0, momentum=0.9)
+        steps_of(ddp, optimizer, 20)
+        if dist.get_rank() == 1:
+            optimizer.state[ddp.module[2].bias]["momentum_buffer"][3] += 1
+        with pytest.raises(RuntimeError) as error:
+            steps_of(ddp, optimizer, 2)
+    text = str(error.value)
+    assert text.startswith("weights have diverged at step 22: rank"), text
+    assert "first in '2.bias: momentum_buffer': element [3] is" in text, text
+
+
+@feature(2)
+def ddp_weights_of_one_rank_are_not_compared() -> None:
+    """Ignored parameters, divided state, uneven steps, and models of one rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    rank = dist.get_rank()
+    with weights_compared_every_two_steps():
+        own = nn.Linear(1, 1 + rank)
+        model = nn.Sequential(models.make_model(), nn.Linear(4, 4))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore
+            model, ["1.weight"]
+        )
+        nn.init.constant_(model[1].weight, rank)
+        ddp = DistributedDataParallel(model)
+        steps_of(ddp, torch.optim.Adam([*ddp.parameters(), *own.parameters()], lr=0.01), 20)
+        steps_of(ddp, ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01), 20)
+        alone = torch.optim.SGD(own.parameters(), lr=0.01)
+        for _ in range(3 * rank):
+            own(torch.ones(1, 1)).sum().backward()
+            alone.step()
+        optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+        with Join([ddp]):
+            steps_of(ddp, optimizer, 3 + 3 * rank)
 
 
 @feature(2)
