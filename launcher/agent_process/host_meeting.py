@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgpack
+
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
 from hvdlite.launcher.agent_process.agent_folder import AgentFolder
-from hvdlite.launcher.agents.channel import Channel
+from hvdlite.launcher.agents.channel import Channel, unsqueeze
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 
@@ -46,9 +48,9 @@ class HostMeeting:
                 self._channel.send("came", list(key.members), key.number, ranks)
         self._told = came
 
-    def deliver(self, members: Sequence[int], number: int, bodies: list[bytes]) -> None:
-        """Give the ranks here the bodies of all."""
-        self._server.deliver(Key(tuple(members), number), bodies)
+    def deliver(self, members: Sequence[int], number: int, bodies: bytearray) -> None:
+        """Give the ranks here the bodies of all, which were squeezed."""
+        self._server.deliver(Key(tuple(members), number), msgpack.unpackb(unsqueeze(bodies)))
 
     def note_missing(self, members: Sequence[int], ranks: list[int]) -> None:
         """Let the ranks that wait here know who has not come on other hosts."""

@@ -14,7 +14,7 @@ from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.membership.server import WorkerServer
 from hvdlite.launcher.agent_process.agent_folder import AgentFolder
 from hvdlite.launcher.agent_process.rank_process import RankProcess
-from hvdlite.launcher.agents.channel import Channel
+from hvdlite.launcher.agents.channel import Channel, unsqueeze
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 STOPPED = "T"  # The state of a process after SIGSTOP; that of one in a debugger is "t".
@@ -45,10 +45,11 @@ class WorkerRelay:
         if worker is not None and not worker.has_ended():  # Else its exit code follows at once.
             self._channel.send("closed", number)
 
-    def tell(self, numbers: list[int], message: list[Any]) -> None:
-        """Send a message of the driver to workers here."""
+    def tell(self, numbers: list[int], message: bytearray) -> None:
+        """Send a message of the driver, which was squeezed, to workers here."""
+        head = unsqueeze(message)
         for number in numbers:
-            self._server.send(number, message)
+            self._server.send_head(number, head)
 
     def finish(self, number: int) -> None:
         """Pass on the last words of a worker whose process has ended."""

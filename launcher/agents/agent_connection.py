@@ -63,6 +63,11 @@ class AgentConnection:
         if self.channel is not None:
             self.channel.send(kind, *fields)
 
+    def send_data(self, kind: str, *fields: Any, data: bytes) -> None:
+        """Send a message with data, where there is a channel; see `Channel.send_data`."""
+        if self.channel is not None:
+            self.channel.send_data(kind, *fields, data=data)
+
     def feed(self, messages: Iterator[tuple[Any, ...]], fed: Callable[[], None]) -> None:
         """Send messages as the agent takes them; see `Channel.feed`."""
         if self.channel is not None:

@@ -15,6 +15,7 @@ from hvdlite.launcher.agents.agent_starters import (
     kill_groups,
     remove_here,
 )
+from hvdlite.launcher.agents.channel import squeeze
 from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
 from hvdlite.launcher.agents.group_agents import GroupAgents
 from hvdlite.launcher.agents.job_description import JobDescription
@@ -186,7 +187,9 @@ class AgentsJob(FixedJob):
     ) -> None:
         merged = self._meeting.add(members, number, bodies)
         if merged is not None:
-            self._send_to(members, "deliver", members, number, merged)
+            data = squeeze(merged)
+            for agent in self._agents_of(members):
+                agent.send_data("deliver", members, number, data=data)
 
     def _came(
         self, agent: AgentConnection, members: list[int], number: int, came: list[int]
@@ -196,7 +199,8 @@ class AgentsJob(FixedJob):
     def _tell_who_is_missing(self) -> None:
         """Tell hosts whose ranks wait. At once would be too often: each host tells all others."""
         for members, missing in self._meeting.news():
-            self._send_to(members, "missing", members, missing)
+            for agent in self._agents_of(members):
+                agent.send("missing", members, missing)
 
     def _tell_who_has_finished(self) -> None:
         """Tell hosts with ranks that still run, since those may wait for a rank that has ended.
@@ -208,11 +212,9 @@ class AgentsJob(FixedJob):
             if self._left(agent):
                 agent.send("finished", finished)
 
-    def _send_to(self, members: list[int], kind: str, *fields: Any) -> None:
+    def _agents_of(self, members: list[int]) -> list[AgentConnection]:
         wanted = set(members or self.options.ranks)
-        for each in self.agents:
-            if wanted.intersection(each.host.ranks):
-                each.send(kind, *fields)
+        return [each for each in self.agents if wanted.intersection(each.host.ranks)]
 
     def _withdrawn(self, agent: AgentConnection, members: list[int], number: int) -> None:
         self._meeting.withdraw(members, number, agent.host.ranks)

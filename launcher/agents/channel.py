@@ -7,20 +7,38 @@ so that silence means a lost host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.connections.frames import BEAT, pack
 from hvdlite.common.connections.link import Link, Pipes
 from hvdlite.common.connections.loop import Loop
 
-VERSION = 2  # Of the messages; the agent names it in its first one.
+VERSION = 3  # Of the messages; the agent names it in its first one.
 # What the agent writes first: a shell there may have printed something before it.
 PROLOGUE = b"\0hvdlite agent\n"
 MOST_BYTES = 1 << 26  # Of one message.
 PART_BYTES = 1 << 18  # Of a file, which is sent in parts.
 MUCH_BYTES = 1 << 22  # So much in the queue means that the other end does not keep up.
 BEATS = 5  # So many beats go into the time after which silence is a loss.
+
+
+def squeeze(message: Sequence[Any]) -> bytes:
+    """Return a message as a head, compressed: what many hosts are told is made once for all."""
+    return zlib.compress(pack(message), 1)
+
+
+def unsqueeze(data: bytes | bytearray | memoryview) -> bytes:
+    """Return the head of a message that was squeezed."""
+    return zlib.decompress(data)
+
+
+def _memory(_message: Any, sizes: list[int]) -> list[bytearray]:
+    if sum(sizes) > MOST_BYTES:
+        raise ProtocolError(f"it sent {sum(sizes)} bytes beside a message")
+    return [bytearray(size) for size in sizes]
 
 
 class Channel:
@@ -37,13 +55,18 @@ class Channel:
         self._loop = loop
         self._link = Link(
             loop, Pipes(read_fd, write_fd), most_bytes=MOST_BYTES, prologue=prologue,
-            received=lambda message, _: received(message[0], message[1:]),
+            received=lambda message, arrays: received(message[0], [*message[1:], *arrays]),
+            memory=_memory,
             ended=lambda _: ended(),
         )  # fmt: skip
         # Send a message, or bytes that are none, now or when the other end can take them.
         self.send, self.send_raw = self._link.send, self._link.send_bytes
         # Say no more once all is sent; and close both directions at once.
         self.close_writing, self.close = self._link.finish, self._link.close
+
+    def send_data(self, kind: str, *fields: Any, data: bytes) -> None:
+        """Send a message whose last field is `data`, which is not copied: many may be sent it."""
+        self._link.send_head(pack((kind, *fields)), [data])
 
     @property
     def open(self) -> bool:

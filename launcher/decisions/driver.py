@@ -22,6 +22,10 @@ from hvdlite.launcher.decisions.worlds import NoStateError
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
 NO_STATE = "nobody holds the last commit (number {0}) any more, so the job cannot go on"
 
+# Beyond so many hosts, workers are started for several agents at once, and so late for each host:
+# whoever looks for what to start looks at all of them.
+FEW_HOSTS, HOST_SECONDS = 64, 5e-4
+
 
 class Driver:
     """Decides who is in which world. Every event has the time `now`, in seconds of any clock.
@@ -37,6 +41,9 @@ class Driver:
         self._finished = False
         self._now = 0.0  # When the last event was.
         self._is_late = False  # What follows from it has not been done.
+        self._due: float | None = None  # The time of `due`, if it is known since the last event.
+        self._due_is_known = False
+        self._follow_at: float | None = None  # When what follows from agents is done.
         self._workers = Workers()
         self._failures = Failures()
         self._hosts = Hosts(Cooldowns(plan.cooldown, uniform), plan.start_timeout)
@@ -65,12 +72,18 @@ class Driver:
         self._advance_if_late()
         if self._finished:
             return None
+        if not self._due_is_known:
+            self._due, self._due_is_known = self._find_due(), True
+        return self._due
+
+    def _find_due(self) -> float | None:
         now = self._now
         reset = self._worlds.reset
         times = [
             self._hosts.next_change(now),
             self._placement.next_time(now),
             self._losses.next_time(),
+            self._follow_at,
             self._changes.next_time(),
             reset.regroup_at if reset else None,
             *self._requirements.times(now),
@@ -103,7 +116,11 @@ class Driver:
     def agent_came(self, host: str, now: float) -> None:
         """Note that the agent of a host can start workers."""
         self._hosts.came(host)
-        self._advance_later(now)
+        hosts = len(self._hosts.found or ())
+        if hosts <= FEW_HOSTS or not self._hosts.coming():
+            self._advance_later(now)
+        elif self._follow_at is None:
+            self._follow_at, self._due_is_known = now + HOST_SECONDS * hosts, False
 
     def agent_lost(self, host: str, why: str, may_return: bool, now: float) -> None:
         """Note that an agent has ended, is silent or could not be started; `why` is a clause.
@@ -148,9 +165,11 @@ class Driver:
                 self._losses.give_up_late(epoch, late, now)
             case ["bye"]:
                 together = worker.said_bye = True
+        if self._requirements.others_are_late():
+            return
         if together:
             self._advance_later(now)
-        elif not self._requirements.others_are_late():
+        else:
             self._advance(now)
 
     def worker_stopped(self, number: int, now: float) -> None:
@@ -246,7 +265,8 @@ class Driver:
 
     def _advance(self, now: float) -> None:
         """Do all that is due."""
-        self._now, self._is_late = now, False
+        self._now, self._is_late, self._due_is_known = now, False, False
+        self._follow_at = None
         for step in (
             self._losses.skip_late_hosts,
             self._losses.give_up_closed,

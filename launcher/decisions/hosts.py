@@ -57,7 +57,8 @@ class Hosts:
 
     def agent(self, host: str) -> Agent:
         """Return the agent of a host."""
-        return self._agents.setdefault(host, Agent())
+        known = self._agents.get(host)
+        return self._agents.setdefault(host, Agent()) if known is None else known
 
     def discover(self, hosts: dict[str, int]) -> None:
         """Take an answer of discovery; a host that it did not show may come back at once."""
@@ -183,6 +184,6 @@ def order_hosts(previous: Sequence[str], available: Iterable[str]) -> list[str]:
 
     Ranks therefore never swap their order, and rank 0 is one that was there before.
     """
-    new = list(available)
-    old = [host for host in previous if host in new]
-    return old + [host for host in new if host not in old]
+    new = dict.fromkeys(available)
+    old = dict.fromkeys(host for host in previous if host in new)
+    return [*old, *(host for host in new if host not in old)]

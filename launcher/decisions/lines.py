@@ -88,8 +88,9 @@ def placed(world: World) -> str:
 def renumbered(old: World, new: World) -> str:
     """Return which ranks have other numbers now, and which are new."""
     moves: list[tuple[list[int], list[int]]] = []
+    old_ranks = {number: rank for rank, number in enumerate(old.members)}
     for rank, number in enumerate(new.members):
-        before = old.rank(number) if number in old.members else rank
+        before = old_ranks.get(number, rank)
         if before == rank:
             continue
         if moves and moves[-1][1][-1] == rank - 1 and moves[-1][0][-1] == before - 1:
@@ -98,7 +99,7 @@ def renumbered(old: World, new: World) -> str:
         else:
             moves.append(([before], [rank]))
     parts = [f"{_ranks(before)} now {spans(after)}" for before, after in moves]
-    fresh = [rank for rank, number in enumerate(new.members) if number not in old.members]
+    fresh = [rank for rank, number in enumerate(new.members) if number not in old_ranks]
     if fresh:
         parts.append(f"{_ranks(fresh)} new")
     return cut(parts)

@@ -100,10 +100,11 @@ class Placement:
         usable = self._hosts.usable(now)
         staying: list[Worker] = []
         gone: list[Worker] = []
-        for host in {worker.host: None for worker in self._workers.living()}:
-            workers = self.in_order(host)
-            staying += workers[: usable.get(host, 0)]
-            gone += workers[usable.get(host, 0) :]
+        for host, living in self._workers.by_host():
+            slots = usable.get(host, 0)
+            workers = living if len(living) <= slots else self.in_order(host)
+            staying += workers[:slots]
+            gone += workers[slots:]
         return staying, gone
 
     def in_order(self, host: str) -> list[Worker]:
@@ -126,15 +127,18 @@ class Placement:
     def in_next_world(self, now: float) -> list[Worker]:
         """Return the workers of the next world in rank order: those that are ready and may stay.
 
-        Where the state is to be handed over, one rank that has it comes before its successors.
+        Where the state is to be handed over, one rank that has it comes before its successors, or
+        more of them where these are too few for a world.
         """
         ready = [each for each in self.in_expected_order(now) if each.ready]
         holders = [each for each in self.last_holders(now) if each in ready]
         successors = [each for each in ready if each not in holders]
         if not holders or not successors:
             return self._with_last_commit(ready, now)
-        newest = max(holders, key=lambda each: (each.commit, -self._ranks[each.number]))
-        return [newest, *successors][: max(2, self._most())]
+        holders.sort(key=lambda each: (-each.commit, self._ranks[each.number]))
+        stay = holders[: max(1, self._plan.min_np - len(successors))]
+        stay.sort(key=lambda each: self._ranks[each.number])
+        return [*stay, *successors][: max(1 + len(stay), self._most())]
 
     def _with_last_commit(self, chosen: list[Worker], now: float) -> list[Worker]:
         """Return the chosen workers and, where none of them has the last commit, one that does.

@@ -80,14 +80,15 @@ class Requirements:
     def _is_late(self, worker: Worker) -> bool:
         """Return whether the next world waits for one of the workers that it could wait for.
 
-        After a loss also for a rank that has to leave: it may alone hold the last commit.
+        Also for a rank that has to leave: where another one was lost, it may alone hold the last
+        commit, and that one may have been lost on the way to the check that all agreed on.
         """
         if worker.ready:
             return False
         reset = self._worlds.reset
         is_rank = worker.number in self._worlds.member_set
         return worker.number not in self._unwanted or (
-            is_rank and reset is not None and reset.regrouped
+            is_rank and reset is not None and reset.complete
         )
 
     def _waits_for_all(self, now: float) -> bool:

@@ -115,7 +115,13 @@ class Workers:
     def living(self, numbers: Iterable[int] | None = None) -> list[Worker]:
         """Return the living workers, all or those of `numbers`, in this order."""
         workers = self if numbers is None else (self[number] for number in numbers)
-        return [worker for worker in workers if worker.living]
+        return [worker for worker in workers if worker.stage is Stage.LIVING]
+
+    def by_host(self) -> Iterator[tuple[str, list[Worker]]]:
+        """Yield each host and its living workers, in the order of their start."""
+        for host, workers in self._current.items():
+            if living := [worker for worker in workers if worker.stage is Stage.LIVING]:
+                yield host, living
 
     def on(self, host: str) -> list[Worker]:
         """Return the workers of a host, in the order of their start."""

@@ -222,9 +222,9 @@ class WorldChanges:
         self.member_set = frozenset(world.members)
         self._rounds = ExchangeRounds(world.members)
         self._placement.note_world(world.members, world.hosts)
-        for rank, worker in enumerate(chosen):
+        for worker in chosen:
             worker.ready, worker.epoch = False, world.epoch
-            self._order(Tell((worker.number,), world.frame(rank)))
+        self._order(Tell(world.members, world.frame()))
         if old is None or reset is None:
             self._order(Say(lines.first_world(world)))
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from hvdlite.launcher.decisions.workers import Worker
@@ -32,14 +31,10 @@ class World:
         """Return the rank of a member."""
         return self.members.index(number)
 
-    @cached_property
-    def listed(self) -> list[list[Any]]:
-        """The members as frames have them: [[number, host], ...]."""
-        return [list(pair) for pair in zip(self.members, self.hosts, strict=True)]
-
-    def frame(self, rank: int) -> list[Any]:
-        """Return the frame that tells a rank of this world."""
-        return ["world", self.epoch, rank, self.listed, self.root, list(self.behind), self.commit]
+    def frame(self) -> list[Any]:
+        """Return the frame that tells the members of this world."""
+        members = [list(pair) for pair in zip(self.members, self.hosts, strict=True)]
+        return ["world", self.epoch, members, self.root, list(self.behind), self.commit]
 
 
 def make_world(epoch: int, workers: Sequence[Worker], committed: int) -> World:

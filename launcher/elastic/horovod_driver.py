@@ -300,8 +300,9 @@ class ElasticDriver:
     def _tell(self, driver: Driver, number: int, frame: list[Any]) -> None:
         worker = self._workers[number]
         match frame:
-            case ["world", int(epoch), int(rank), members, *_]:
+            case ["world", int(epoch), members, *_]:
                 hosts = [host for _, host in members]
+                rank = [each for each, _ in members].index(number)
                 worker.epoch = epoch
                 worker.info = SlotInfo.of(worker.start.host, places(hosts)[rank])
                 if rank == len(members) - 1:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection
+from hvdlite.launcher.agents.channel import squeeze
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.decisions.driver import Driver
@@ -71,8 +72,9 @@ class WorkerProcesses:
         for number in numbers:
             if number in self._workers:
                 by_agent.setdefault(self._workers[number].agent, []).append(number)
+        data = squeeze(frame)
         for agent, present in by_agent.items():
-            agent.send("tell", present, frame)
+            agent.send_data("tell", present, data=data)
 
     def forget(self, agent: AgentConnection) -> list[int]:
         """Forget the workers of an agent without an event; return their process groups."""

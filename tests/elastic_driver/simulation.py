@@ -177,8 +177,8 @@ class Simulation:
     def hear(self, process: Process, frame: list[Any]) -> None:
         process.frames.append(frame)
         match frame:
-            case ["world", epoch, rank, members, root, behind, commit]:
-                self.note_world(process, epoch, rank, members, [root, behind, commit])
+            case ["world", epoch, members, root, behind, commit]:
+                self.note_world(process, epoch, members, [root, behind, commit])
             case ["regroup", epoch, _, _]:
                 if process.alive and epoch == process.epoch and process.number not in self.busy:
                     assert not process.cause, "a worker that has raised is told of a loss"
@@ -191,11 +191,9 @@ class Simulation:
                 if process.alive:
                     self.driver.worker_said(process.number, frame, now=self.now)
 
-    def note_world(
-        self, process: Process, epoch: int, rank: int, members: Any, sync: list[Any]
-    ) -> None:
+    def note_world(self, process: Process, epoch: int, members: Any, sync: list[Any]) -> None:
         numbers = [number for number, _ in members]
-        assert numbers[rank] == process.number
+        assert process.number in numbers
         assert [self.processes[number].host for number in numbers] == [host for _, host in members]
         world = [epoch, numbers, *sync]
         if not self.worlds or self.worlds[-1][0] != epoch:

@@ -160,24 +160,24 @@ class Worker:
     # -- a world
 
     def _begin(self, frame: list[Any]) -> None:
-        _, self.epoch, rank, members, *_ = frame
+        _, self.epoch, members, *_ = frame
         self.world = frame
         self.members = tuple(number for number, _ in members)
         self._checks = Checks()
-        if self.members[rank] != self.number:
-            raise BrokenError(ORDER, f"{self.name} has rank {rank} of {self.members}")
+        if self.number not in self.members:
+            raise BrokenError(ORDER, f"{self.name} is told a world of {self.members}")
         self.say("gather", self.epoch, 0, b"")
 
     def _sync(self, epoch: int) -> None:
         if epoch != self.epoch or self.left >= epoch:
             return
-        _, _, rank, _, root, behind, commit = self.world
+        _, _, _, root, behind, commit = self.world
         if not behind:
             self._train(epoch)
             return
 
         def synced() -> None:
-            if rank in behind:
+            if self.members.index(self.number) in behind:
                 source = self._job.workers[self.members[root]]
                 self.saved, self.commit = source.saved, commit
                 self._restore()
@@ -519,12 +519,10 @@ class ElasticJob:
     # -- invariants
 
     def _check_world(self, frame: list[Any]) -> None:
-        _, epoch, _, members, root, _, commit = frame
-        known = self._worlds.setdefault(epoch, [members, root, commit])
-        if known != [members, root, commit]:
-            raise BrokenError(ORDER, f"two worlds {epoch}: {known} and {members}")
-        if frame[2]:  # It was looked at when rank 0 was told.
-            return
+        _, epoch, members, root, _, commit = frame
+        if epoch in self._worlds:
+            raise BrokenError(ORDER, f"two worlds {epoch}: {self._worlds[epoch]} and {members}")
+        self._worlds[epoch] = members
         self._check_order(epoch, [number for number, _ in members])
         self.tell("driver", f"world {epoch} of {members}, commit {commit} of rank {root}")
         held = self._held()
@@ -542,7 +540,7 @@ class ElasticJob:
             raise BrokenError(ORDER, f"world {epoch} has {dead}, whose ends the driver knows")
         if epoch == 1:
             return
-        before = [number for number, _ in self._worlds[epoch - 1][0]]
+        before = [number for number, _ in self._worlds[epoch - 1]]
         kept = [number for number in numbers if number in before]
         if kept != [number for number in before if number in numbers]:
             raise BrokenError(ORDER, f"ranks swap their order: {numbers} after {before}")

@@ -1,20 +1,24 @@
 """Jobs of thousands of ranks in a world: what a start, a step and the loss of a host take rank 0.
 
-    python -m tests.simulation.scale            # 4,096 ranks: a minute; 16,384 take 3 GB
+    python -m tests.simulation.scale            # 4,096 ranks: a minute; 16,384 take 4 GB
     python -m tests.simulation.scale --ranks 512
 
 Control planes are the real ones, with the coordinator, the leaders and what each rank remembers;
 messages are encoded and decoded. Tensors have no data, and connections take the latencies of a
 cluster. CPU time is that of rank 0; virtual time ends when the last rank has what it waits for.
-The driver of an elastic job of this size decides beside it: its CPU time is without messages.
+Before that the ranks meet, by large_start.py: at the start, without a host that is lost,
+and with it again.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
@@ -29,8 +33,7 @@ from hvdlite.common.plain.messages import Request, Segment
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Incoming
-from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
-from hvdlite.launcher.decisions.driver import Driver
+from tests.simulation.large_start import Launcher, RankZero
 from tests.simulation.world import World
 
 HOST = 8  # Ranks of a host.
@@ -156,6 +159,19 @@ class Large:
     def submit(self, rank: int, names: Sequence[str]) -> None:
         self.act(rank, lambda: self.ranks[rank].submit(names))
 
+    def root_bytes(self) -> int:
+        """Return what rank 0 holds in its control plane and memory of answers; hosts left out."""
+        root, seen, total = self.ranks[0], {id(each) for each in (self, self.topology)}, 0
+        held: list[Any] = [root]
+        while held:
+            one = held.pop()
+            if id(one) in seen or isinstance(one, (type, ModuleType, FunctionType)):
+                continue
+            seen.add(id(one))
+            total += sys.getsizeof(one)
+            held += gc.get_referents(one)
+        return total
+
     def lose_host(self) -> tuple[float, float]:
         """Lose the last host: all others hear of it."""
         lost = self.topology.hosts[-1]
@@ -170,48 +186,72 @@ class Large:
         return self.phase(begin, lambda: all(rank.failed for rank in self.ranks))
 
 
-class LargeDriver:
-    """The decisions of the driver of an elastic job, which hears of its workers in any order."""
+@dataclass(frozen=True)
+class Row:
+    """What a phase took: virtual seconds, and CPU seconds of rank 0 and of the launcher."""
 
-    AT_ONCE = 32  # Agents of which the loop of the launcher hears together.
+    seconds: float
+    root: float
+    launcher: float
+
+
+class Start:
+    """A job of so many ranks that meets, loses a host, and has it again."""
+
+    LOST = "node3"
 
     def __init__(self, ranks: int) -> None:
-        self._hosts = {f"host{number}": HOST for number in range(ranks // HOST)}
-        lot = random.Random(ranks)
-        self._driver = Driver(ElasticPlan(ranks, HOST, cooldown=(1, 4)), lot.random)
-        self._lot = lot
-        self._workers: list[StartWorker] = []
+        self.world = World(ranks)
+        hosts = {f"node{number}": HOST for number in range(ranks // HOST)}
+        self.launcher = Launcher(self.world, hosts)
+        self.sent = 0  # Bytes of the last phase.
+        self._ranks, self._epoch = ranks, 0
 
-    def start(self) -> float:
-        """Return the CPU seconds from the first host to the first world."""
-        begin = time.thread_time()
-        self._driver.tick(0.0)
-        self._driver.discovered(self._hosts, 0.0)
-        self._driver.take()
-        for number, host in enumerate(self._hosts, 1):
-            self._driver.agent_came(host, 1.0)
-            if number % self.AT_ONCE == 0 or number == len(self._hosts):
-                orders = self._driver.take()
-                self._workers += [each for each in orders if isinstance(each, StartWorker)]
-        self._lot.shuffle(self._workers)
-        self._say("hello", 1)
-        return time.thread_time() - begin
+    def start(self) -> Row:
+        """Start all agents and workers: the time is that from the last worker's `init` on."""
+        return self._phase(self.launcher.discover, self._ranks)
 
-    def lose_host(self) -> float:
-        """Return the CPU seconds from the loss of a host to the next world."""
-        begin = time.thread_time()
-        self._driver.agent_lost("host3", "no sign of life for 1 s", True, 2.0)
-        self._driver.take()
-        self._workers = [each for each in self._workers if each.host != "host3"]
-        self._say("ready", 1, 5)
-        return time.thread_time() - begin
+    def lose_host(self) -> Row:
+        """Lose a host: the time is that from its loss until the others have met again."""
+        return self._phase(lambda: self.launcher.lose(self.LOST), self._ranks - HOST)
 
-    def _say(self, *frame: object) -> None:
-        told = 0
-        for worker in self._workers:
-            self._driver.worker_said(worker.number, list(frame), 2.0)
-            told += len(self._driver.take())
-        assert told >= len(self._workers)  # Each has been told its world.
+    def have_it_back(self) -> Row:
+        """Have the host back: the time is that since the last rank has asked for the next world."""
+        return self._phase(lambda: None, self._ranks)
+
+    def _phase(self, begin: Callable[[], None], ranks: int) -> Row:
+        launcher = self.launcher
+        self._epoch += 1
+        now, cpu, sent = self.world.now, launcher.seconds, launcher.sent
+        begin()
+        self.world.run(lambda: launcher.met[self._epoch] == ranks and self._root.connected)
+        assert launcher.met[self._epoch] == ranks
+        since = now if launcher.was_lost else launcher.since
+        launcher.was_lost, self.sent = False, launcher.sent - sent
+        return Row(self.world.now - since, self._root.seconds, launcher.seconds - cpu)
+
+    @property
+    def _root(self) -> RankZero:
+        root = next(each.rank_0 for each in self.launcher.living() if each.rank_0 is not None)
+        assert root.epoch == self._epoch
+        return root
+
+    def bytes_of_memory(self) -> int:
+        return self._root.bytes_of_memory()
+
+
+def meet(ranks: int) -> None:
+    job = Start(ranks)
+    phases = {"start": job.start, "a host is lost": job.lose_host, "it is back": job.have_it_back}
+    for name, phase in phases.items():
+        row = phase()
+        print(
+            f"{ranks} ranks, {name}: met after {row.seconds * 1e3:.1f} ms; CPU of rank 0 "
+            f"{row.root:.2f} s, of the launcher {row.launcher:.2f} s, which sends "
+            f"{job.sent / 1e6:.0f} MB",
+            flush=True,
+        )
+    print(f"{ranks} ranks, rank 0 meets in {job.bytes_of_memory() / 1e6:.0f} MB")
 
 
 def main() -> None:
@@ -221,18 +261,18 @@ def main() -> None:
     options = parser.parse_args()
     for ranks in options.ranks:
         started = time.thread_time()
+        meet(ranks)
         job = Large(ranks)
         rows = {"first step": job.step()}
         steps = [job.step() for _ in range(options.steps)]
         virtual, cpu = (sum(column) / options.steps for column in zip(*steps, strict=True))
+        held = job.root_bytes()
         rows |= {"a later step": (virtual, cpu), "a host is lost": job.lose_host()}
         for name, (virtual, cpu) in rows.items():
             print(
                 f"{ranks} ranks, {name}: {virtual * 1e3:.1f} ms, rank 0 {cpu * 1e3:.1f} ms of CPU"
             )
-        driver = LargeDriver(ranks)
-        print(f"{ranks} ranks, the driver starts them: {driver.start():.2f} s of CPU")
-        print(f"{ranks} ranks, the driver loses a host: {driver.lose_host():.2f} s of CPU")
+        print(f"{ranks} ranks, the control plane of rank 0 holds {held / 1e6:.1f} MB")
         print(f"the simulation took {time.thread_time() - started:.0f} s of CPU", flush=True)
 
 

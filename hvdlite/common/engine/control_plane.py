@@ -405,7 +405,8 @@ class ControlPlane:
         """Return the error that names the rank at fault after a connection was closed.
 
         A rank that fails for another reason closes its connections too. So wait a moment for the
-        Abort that tells the reason, until the connection to the lost rank itself is closed.
+        Abort that tells the reason, until the connection to the lost rank itself is closed. A
+        neighbour whose connection closes without that has not fled, and is the one at fault.
         """
         deadline = self._clock() + BLAME_SECONDS
         try:
@@ -417,7 +418,11 @@ class ControlPlane:
                     message = None if body is None else decode(body, rank)
                     if isinstance(message, Abort):
                         return _reason_of(message)
-                    if message is None and rank == lost.rank:
+                    if message is None and rank in self._neighbours - self._departed:
+                        self._lost.add(rank)
+                        if rank != lost.rank:
+                            return HorovodInternalError(_loss_text(rank), rank=rank)
+                    elif message is None and rank == lost.rank:
                         self._lost.add(rank)
         except Exception as second:  # A second failure adds nothing to the first.
             log.debug("rank %d: %s, while waiting for the reason of a loss", self._rank, second)

@@ -16,7 +16,7 @@ which the worker claims its number. Then come messages over a link, beats of the
 | driver -> worker | |
 |---|---|
 | NEWCOMER rank members | The answer to HELLO while a world runs that does not wait for the worker. It says READY later. Rank and members (see WORLD) are the expected ones. |
-| WORLD epoch rank members root behind commit | The next world; see `World`. |
+| WORLD epoch members root behind commit | The next world; see `World`. All members are told the same: the rank of one is the place of its number. |
 | BODIES epoch round bodies | The bodies of a round in rank order. |
 | REGROUP epoch sentence rank | The world is over, because of `rank` (or nil). |
 | SEEN counter kind | The hosts have changed; for scripts that look at it. |
@@ -73,7 +73,7 @@ class World(NamedTuple):
     def frame(self) -> list[Any]:
         """Return the WORLD message."""
         members = [list(member) for member in self.members]
-        return [WORLD, self.epoch, self.rank, members, self.root, list(self.behind), self.commit]
+        return [WORLD, self.epoch, members, self.root, list(self.behind), self.commit]
 
 
 class Newcomer(NamedTuple):
@@ -95,13 +95,14 @@ def read_claim(body: bytes) -> int:
     return int(body)
 
 
-def read_world(message: Sequence[Any]) -> World:
-    """Return the world of a WORLD message. Raises `ProtocolError`."""
+def read_world(message: Sequence[Any], number: int) -> World:
+    """Return the world of a WORLD message, as worker `number` sees it. Raises `ProtocolError`."""
     match message:
-        case [_, int(epoch), int(rank), [*raw], int(root), [*behind], int(commit)]:
+        case [_, int(epoch), [*raw], int(root), [*behind], int(commit)]:
             members = read_members(raw)
             ranks = range(len(members))
-            if rank in ranks and root in ranks and all(each in ranks for each in behind):
+            rank = next((rank for rank in ranks if members[rank][0] == number), None)
+            if rank is not None and root in ranks and all(each in ranks for each in behind):
                 return World(epoch, rank, members, root, tuple(behind), commit)
     raise _unreadable(message)
 

@@ -307,7 +307,7 @@ class DriverLink:
             case [frames.END, int(code), str(sentence)]:
                 self._on_end(code, sentence)
             case [frames.WORLD, *_]:
-                self._on_world(frames.read_world(message))
+                self._on_world(frames.read_world(message, self.number))
             case [frames.NEWCOMER, *_]:
                 with self._changed:
                     self._offer = frames.read_newcomer(message)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.connections.frames import pack
 from hvdlite.common.connections.link import Arrays, Link
 from hvdlite.common.connections.listener import Listener, Refusal
 from hvdlite.common.connections.loop import Loop
@@ -50,9 +51,13 @@ class WorkerServer:
 
     def send(self, number: int, message: Sequence[Any]) -> None:
         """Send a message to a worker; never blocks. Without effect where it is not connected."""
+        self.send_head(number, pack(message))
+
+    def send_head(self, number: int, head: bytes) -> None:
+        """Send a packed message; see `send`."""
         worker = self._workers.get(number)
         if worker is not None:
-            worker.send(*message)
+            worker.send_head(head)
 
     def numbers(self) -> list[int]:
         """Return the workers that are connected."""
