@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -69,6 +69,15 @@ class Exchange:
         """The variables whose gradients stay on this rank."""
         local: LocalSources = self._reducer.local
         return local
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what compression remembers; see `Reducer.compression_state`."""
+        state: dict[str, Any] = self._reducer.compression_state()
+        return state
+
+    def load_compression_state(self, saved: Mapping[str, Any]) -> None:
+        """Take what `compression_state` has returned."""
+        self._reducer.load_compression_state(saved)
 
     def targets(self, variables: Any) -> Any:
         """Return the variables that the optimizer steps over, where gradients of these come in."""

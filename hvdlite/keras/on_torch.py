@@ -11,7 +11,9 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import ReducedCopies, send_announced
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients import reducer
+from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.buckets import single_and_grouped
+from hvdlite.common.gradients.compressed_bucket import Part
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation.strategies import Gradient
@@ -66,7 +68,14 @@ class Reducer(reducer.Reducer):
     def _start(self, gradients: Gradients, groups: Sequence[Sequence[str]]) -> list[Wait]:
         dense = [name for name, gradient in gradients.items() if not gradient.is_sparse]
         sparse = [(name, gradient) for name, gradient in gradients.items() if gradient.is_sparse]
-        segments = self.segments
+        segments, feedback = self.segments, self.feedback
+        if feedback is not None:
+            _, buckets = single_and_grouped(dense, groups, segmented=True)
+            started = [
+                self._start_compressed({name: gradients[name] for name in names}, feedback)
+                for names in buckets
+            ]
+            return started + [self._start_sparse(name, gradient) for name, gradient in sparse]
         single, buckets = single_and_grouped(dense, groups, segmented=segments.strategy is not None)
         parts = [(bucket, segments.options(bucket)) for bucket in buckets]
         if single:
@@ -77,6 +86,28 @@ class Reducer(reducer.Reducer):
             for names, options in parts
         ]
         return waits + [self._start_sparse(name, gradient) for name, gradient in sparse]
+
+    def _start_compressed(self, bucket: Gradients, feedback: BackgroundExchange) -> Wait:
+        copies = [
+            each.detach().to("cpu", torch.float32, copy=True).contiguous()
+            for each in bucket.values()
+        ]
+        parts = [
+            Part(name, copy.view(-1).numpy(), tuple(copy.shape))
+            for name, copy in zip(bucket, copies, strict=True)
+        ]
+        # Layouts have asked already which compressor the others have.
+        first = f"compression.{parts[0].name}", (), "float32"
+        handle = feedback.submit(parts, for_collective(), first)
+
+        def wait() -> Gradients:
+            handle.wait()
+            return {
+                name: copy.to(gradient.device, gradient.dtype)
+                for (name, gradient), copy in zip(bucket.items(), copies, strict=True)
+            }
+
+        return wait
 
     def _start_dense(self, bucket: Gradients, options: CallOptions, alone: bool) -> Wait:
         compression = self.reduction.compression

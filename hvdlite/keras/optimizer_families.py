@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.plain.compression import FeedbackCompressor
 from hvdlite.keras.framework import keras
 from hvdlite.keras.gradient_exchange import Exchange, Settings
 
@@ -227,6 +228,9 @@ def check_shardable(optimizer: Any, settings: Settings) -> None:
         "groups have no place in flat shards": settings.groups is not None,
         "local layers have no place in flat shards": settings.local_layers is not None,
         "a segmentation has no place in flat shards": settings.reduction.segmentation is not None,
+        f"Compression.{settings.reduction.compression} needs whole gradients": isinstance(
+            settings.reduction.compression, FeedbackCompressor
+        ),
         "op must be Average or Sum": settings.reduction.scaling.op
         not in (ReduceOp.AVERAGE, ReduceOp.SUM),
         "variables are excluded from weight decay by name": bool(

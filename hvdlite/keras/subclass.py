@@ -7,7 +7,7 @@ well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
 from typing import Any, NoReturn
@@ -39,6 +39,20 @@ class Distributed:
     def _allreduce(self, grads: Any, vars: Any) -> list[Any]:
         """Return the gradients of these variables, reduced over all ranks; apply nothing."""
         return exchange_of(self).reduce(list(grads), list(vars))
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what `compression` remembers on this rank, with numpy arrays, to be pickled.
+
+        Empty for a compressor that remembers nothing. It is no part of a saved model.
+        """
+        return exchange_of(self).compression_state()
+
+    def load_compression_state(self, saved: Mapping[str, Any]) -> None:
+        """Take what `compression_state` has returned on this rank of as many, or elsewhere.
+
+        From elsewhere comes what ranks share, and not what this rank has not sent.
+        """
+        exchange_of(self).load_compression_state(saved)
 
     def register_local_var(self, var: Any) -> None:
         """Do not reduce the gradient of this variable from now on: each rank has its own.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from hvdlite.common.plain.compression import Compressor, NoneCompressor
+from hvdlite.common.plain.compression import Compressor, FeedbackCompressions, NoneCompressor
 
 
 class _CastCompressor(Compressor):
@@ -39,7 +39,7 @@ class BF16Compressor(_CastCompressor):
     dtype = tf.bfloat16
 
 
-class Compression:
+class Compression(FeedbackCompressions):
     """What can be given as ``compression=``; a subclass of `Compressor` of your own works too."""
 
     none = NoneCompressor

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import ReductionConfig, resolve_groups, scaling
-from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.plain.compression import Compressor, FeedbackCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
@@ -124,6 +124,11 @@ def DistributedGradientTape(  # noqa: N802
         process_set,
         resolve(segmentation, **fusion),
     )
+    if isinstance(compression, FeedbackCompressor):
+        raise ValueError(
+            f"Compression.{compression} remembers what it has not sent, and a tape lives for one "
+            "step: give it to a DistributedOptimizer"
+        )
     chosen = resolve_groups(num_groups, groups)
     tape = wrap(_DistributedMixin, gradtape)
     tape._reducer = Reducer("DistributedGradientTape", reduction, chosen, scale_local_gradients)

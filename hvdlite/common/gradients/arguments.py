@@ -11,7 +11,7 @@ PLACE = "(what hvdlite.common.gradients.arguments tells of all others)"
 # Names of the arguments -> what they mean. An optimizer tells those that it has.
 ARGUMENTS = {
     "compression": """`Compression.fp16` or `Compression.bf16` makes what is sent smaller;
-for slow links, in PyTorch, `Compression.int8()` or `Compression.powersgd(rank)` does much more.""",
+for slow links, `int8()`, `powersgd(rank)`, `topk(ratio)` and `onebit()` of it send much less.""",
     "gradient_predivide_factor": """gradients are divided by this factor f before the sum, and by
 size / f after it.""",
     "groups": """how many groups, or lists of parameters: gradients that are reduced together.

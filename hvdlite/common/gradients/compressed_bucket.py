@@ -22,7 +22,7 @@ from hvdlite.common.gradients.error_feedback import FeedbackState
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 
 Exchange = Generator[Operation[Array], list[Array], None]
-_RUNNER: EngineRunner[Array] = EngineRunner(NumpyAdapter())
+RUNNER: EngineRunner[Array] = EngineRunner(NumpyAdapter())
 # Long arrays are worked on so many elements at a time, which stay in the cache of a core.
 CHUNK_ELEMENTS = 1 << 16
 
@@ -84,7 +84,7 @@ class Bucket:
             splits=splits,
         )
         name = f"{self.parts[0].name}.{label}"
-        return _RUNNER.start(collective, [array], name, options, in_place=in_place)
+        return RUNNER.start(collective, [array], name, options, in_place=in_place)
 
 
 def is_finite(values: Array) -> bool:

@@ -23,6 +23,11 @@ class CompressedBucket:
         with np.errstate(all="ignore"):  # What is not finite is dealt with.
             self._operation: Operation[Array] | None = next(self._exchange)
 
+    @property
+    def operation(self) -> Operation[Array] | None:
+        """The collective in flight; None when the results are written."""
+        return self._operation
+
     def advance(self) -> None:
         """Go on as far as is possible without waiting."""
         while self._operation is not None and self._operation.poll():

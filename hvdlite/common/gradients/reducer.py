@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.buckets import ReductionConfig, check_groups, split_evenly
+from hvdlite.common.gradients.error_feedback import FeedbackState
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.gradients.variables import LocalSources, Sources
 from hvdlite.common.plain.compression import FeedbackCompressor
@@ -32,16 +34,25 @@ class Reducer(ABC):
         together. Raises `ValueError` for anything else.
         """
         check_groups(groups, self.sources.is_variable, self.variable)
+        self.feedback: BackgroundExchange | None = None
         if isinstance(reduction.compression, FeedbackCompressor):
-            raise ValueError(
-                f"Compression.{reduction.compression} is for optimizers of PyTorch so far"
-            )
+            state = FeedbackState(reduction.compression, reduction.process_set)
+            self.feedback = BackgroundExchange(state, reduction)
         self.reduction = reduction
         self.segments = SegmentPlan(reduction, groups is not None)
         self.local = LocalSources(self.sources)
         self._prefix = prefix
         self._groups = groups
         self._scale_local_gradients = scale_local_gradients
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what compression remembers, with numpy arrays; empty where it needs nothing."""
+        return {} if self.feedback is None else self.feedback.state.save()
+
+    def load_compression_state(self, saved: Mapping[str, Any]) -> None:
+        """Take what `compression_state` has returned; see `FeedbackState.load`."""
+        if self.feedback is not None and saved:
+            self.feedback.state.load(saved)
 
     def reduce(
         self,

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients import reducer
+from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.buckets import ReductionConfig, batches_of, single_and_grouped
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import AnyCompressor
@@ -16,6 +17,7 @@ from hvdlite.common.runtime.current import find
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.tf.calls.bucket_call import BucketCall
 from hvdlite.tf.calls.collective_call import TensorCall
+from hvdlite.tf.calls.compressed_call import CompressedCall
 from hvdlite.tf.calls.runner import TensorFlowRunner, name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_slices, dense
 from hvdlite.tf.variables import SOURCES
@@ -51,6 +53,23 @@ class _DenseBucket:
         ]
 
 
+class _CompressedBucket:
+    """Gradients that are compressed and exchanged together."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[tf.Tensor],
+        feedback: BackgroundExchange,
+        first: tuple[str, tuple[int, ...], str],
+    ) -> None:
+        self.names = names
+        self.calls = [CompressedCall(gradients, [*map(_name, names)], feedback, first)]
+
+    def receive(self, outputs: Outputs) -> list[Gradient]:
+        return list(outputs[0])
+
+
 class _Slices:
     """A gradient that is `tf.IndexedSlices`: the rows of all ranks are gathered."""
 
@@ -75,6 +94,7 @@ def reduce_gradients(
     reduction: ReductionConfig,
     segments: SegmentPlan,
     groups: Sequence[Sequence[str]] = (),
+    feedback: BackgroundExchange | None = None,
 ) -> list[Gradient]:
     """Reduce the gradients over all ranks; None stays None.
 
@@ -103,14 +123,19 @@ def reduce_gradients(
     results: dict[str, Gradient] = {}
 
     def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        buckets = _buckets(dict(zip(whole, tensors, strict=True)), reduction, segments, groups)
+        gradients = dict(zip(whole, tensors, strict=True))
+        buckets: Sequence[_DenseBucket | _CompressedBucket]
+        if feedback is None:
+            buckets = _buckets(gradients, reduction, segments, groups)
+        else:
+            buckets = _compressed_buckets(gradients, groups, feedback)
         results.update(_run([*buckets, *slices]))
         return [results[name] for name in whole]
 
     def adjoint(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         back = [[_backward(name) for name in group] for group in groups]
         return reduce_gradients(
-            upstream, [_backward(name) for name in whole], reduction, segments, back
+            upstream, [_backward(name) for name in whole], reduction, segments, back, feedback
         )
 
     # For gradients of gradients. Those of slices end here, as TensorFlow's own often do.
@@ -137,6 +162,24 @@ def _buckets(
     ]
 
 
+def _compressed_buckets(
+    gradients: Mapping[str, tf.Tensor],
+    groups: Sequence[Sequence[str]],
+    feedback: BackgroundExchange,
+) -> list[_CompressedBucket]:
+    """Return buckets that are the same on all ranks: groups, and each other gradient alone."""
+    if not gradients:
+        return []
+    _, buckets = single_and_grouped(list(gradients), groups, segmented=True)
+    name, tensor = next(iter(gradients.items()))
+    shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else ()
+    first = (name, shape, tensor.dtype.name)
+    return [
+        _CompressedBucket(names, [gradients[name] for name in names], feedback, first)
+        for names in buckets
+    ]
+
+
 def _batches(gradients: Mapping[str, tf.Tensor], names: Sequence[str]) -> list[list[str]]:
     """Divide gradients that are reduced on their own into those that are handed over together."""
     runtime = find()
@@ -151,7 +194,9 @@ def _batches(gradients: Mapping[str, tf.Tensor], names: Sequence[str]) -> list[l
     return batches_of([*names][::-1], sizes, runtime.topology, threads)
 
 
-def _run(parts: Sequence[_DenseBucket | _Slices]) -> Iterator[tuple[str, Gradient]]:
+def _run(
+    parts: Sequence[_DenseBucket | _CompressedBucket | _Slices],
+) -> Iterator[tuple[str, Gradient]]:
     """Run all reductions at the same time, and yield the reduced gradients by their names."""
     calls = [call for part in parts for call in part.calls]
     if len(calls) == 1 and isinstance(calls[0], BucketCall):
@@ -185,8 +230,9 @@ class Reducer(reducer.Reducer):
     ) -> Mapping[str, Gradient]:
         """Reduce the gradients. Raises `tf.errors.OpError` when a reduction fails."""
         reduced = reduce_gradients(
-            list(gradients.values()), list(gradients), self.reduction, self.segments, groups
-        )
+            list(gradients.values()), list(gradients), self.reduction, self.segments, groups,
+            self.feedback,
+        )  # fmt: skip
         return dict(zip(gradients, reduced, strict=True))
 
     def describe(self, name: str, gradient: Gradient, source: Any) -> segmentation.Gradient | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -159,6 +159,17 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
                 "compute_gradients() returns, in the same graph and anew for each step"
             )
         self._reduced_check.forget(variable for _, variable in shared)
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what `compression` remembers on this rank, with numpy arrays, to be pickled."""
+        return self._reducer.compression_state()
+
+    def load_compression_state(self, saved: Mapping[str, Any]) -> None:
+        """Take what `compression_state` has returned on this rank of as many, or elsewhere.
+
+        From elsewhere comes what ranks share, and not what this rank has not sent.
+        """
+        self._reducer.load_compression_state(saved)
 
     def register_local_var(self, var: Any) -> None:
         """Do not reduce the gradient of this variable from now on: each rank has its own."""

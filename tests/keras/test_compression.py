@@ -1,0 +1,136 @@
+"""Compressors with error feedback in Keras, eagerly and in graphs, beside their models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvdlite.keras as hvd
+from hvdlite.common.gradients.error_feedback import FeedbackState
+from hvdlite.common.plain.compression import FeedbackCompressor
+from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.keras.framework import keras
+from tests.compressors import BlockModel, Model, PowerSGDModel, SignModel, TopKModel
+from tests.keras.training import (
+    assert_same,
+    fit,
+    make_model,
+    numpy_of,
+    sgd,
+    tensor,
+    variable,
+    wrapped,
+)
+from tests.ranks import run_ranks
+
+SHAPE = (24, 40)
+COMPRESSORS = [
+    hvd.Compression.int8(16),
+    hvd.Compression.powersgd(2),
+    hvd.Compression.topk(0.05),
+    hvd.Compression.onebit(1, block=32),
+]
+every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+
+
+def gradient(rank: int, step: int) -> Any:
+    return np.random.default_rng([rank, step]).standard_normal(SHAPE).astype(np.float32)
+
+
+def model_of(compressor: FeedbackCompressor, name: str, ranks: int) -> Model:
+    factor = FeedbackState(compressor, global_process_set).factor(name, (SHAPE[1], 2))
+    models = [
+        BlockModel(ranks, SHAPE, 16),
+        PowerSGDModel(ranks, SHAPE, factor),
+        TopKModel(ranks, SHAPE, 0.05),
+        SignModel(ranks, SHAPE, 32, 1),
+    ]
+    return models[COMPRESSORS.index(compressor)]
+
+
+def distributed(compressor: Any, **options: Any) -> Any:
+    optimizer = keras.optimizers.SGD(1.0)
+    return hvd.DistributedOptimizer(optimizer, compression=compressor, **options)
+
+
+@every_compressor
+def test_every_step_is_that_of_the_model(compressor: FeedbackCompressor) -> None:
+    steps, ranks = 4, 2
+
+    def main(rank: int) -> Any:
+        weights, optimizer = variable(np.zeros(SHAPE)), distributed(compressor)
+        values = []
+        for step in range(steps):
+            optimizer.apply_gradients([(tensor(gradient(rank, step)), weights)])
+            values.append(numpy_of([weights])[0])
+        return values, [*optimizer.compression_state()["steps"]]
+
+    results = run_ranks(ranks, main)
+    (name,) = results[0][1]
+    model = model_of(compressor, name, ranks)
+    expected = np.zeros(SHAPE)
+    for step in range(steps):
+        expected = expected - model.step([gradient(rank, step) for rank in range(ranks)]) / ranks
+        for values, _ in results:
+            np.testing.assert_allclose(values[step], expected, atol=5e-5)
+
+
+@every_compressor
+def test_fit_goes_on_from_the_state_of_each_rank(compressor: FeedbackCompressor) -> None:
+    """In graphs, where Keras makes them."""
+
+    def main(rank: int) -> Any:
+        model = make_model()
+        optimizer = wrapped(sgd, compression=compressor)()
+        fit(model, optimizer, rank, 2)
+        saved, weights = optimizer.compression_state(), model.get_weights()
+        new = wrapped(sgd, compression=compressor)()
+        new.load_compression_state(saved)
+        again = make_model()
+        again.set_weights(weights)
+        # The momentum begins anew on both sides.
+        one = fit(again, new, rank, 2)
+        for name, residual in saved["residuals"].items():
+            assert np.isfinite(residual).all(), name
+        return [*numpy_of(weights), *one]
+
+    assert_same(run_ranks(2, main))
+
+
+@every_compressor
+def test_what_is_sent_and_what_is_left_are_all_gradients(compressor: FeedbackCompressor) -> None:
+    steps = 3
+
+    def main(rank: int) -> Any:
+        weights, optimizer = variable(np.zeros(SHAPE)), distributed(compressor, op=hvd.Sum)
+        for step in range(steps):
+            optimizer.apply_gradients([(tensor(gradient(rank, step)), weights)])
+        residuals = optimizer.compression_state()["residuals"]
+        left = [each.reshape(SHAPE) for each in residuals.values()]
+        return -numpy_of([weights])[0], sum(left)
+
+    results = run_ranks(3, main)
+    whole = sum(gradient(rank, step) for rank in range(3) for step in range(steps))
+    np.testing.assert_allclose(results[0][0] + sum(left for _, left in results), whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("other", [hvd.Compression.none, COMPRESSORS[0]])
+def test_ranks_with_different_compressors_are_told_so(other: Any) -> None:
+    def main(rank: int) -> None:
+        weights = variable(np.zeros(SHAPE))
+        optimizer = distributed(other if rank else COMPRESSORS[1])
+        with pytest.raises(Exception, match=r"powersgd\(rank=2\)") as raised:
+            optimizer.apply_gradients([(tensor(gradient(rank, 0)), weights)])
+        assert "settings" in str(raised.value)
+
+    run_ranks(2, main)
+
+
+def test_a_divided_state_needs_whole_gradients_elsewhere() -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"powersgd\(rank=2\) needs whole gradients|Keras 3"):
+            distributed(COMPRESSORS[1], shard_state=True)
+
+    run_ranks(1, main)

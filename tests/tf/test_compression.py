@@ -1,0 +1,110 @@
+"""Compressors with error feedback in TensorFlow without Keras: sessions, and no tapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdlite.tf as hvd
+from tests.compressors import BlockModel
+from tests.ranks import run_ranks
+
+SHAPES = [(8, 12), (30,)]
+
+
+def gradient(rank: int, step: int, place: int) -> Any:
+    return np.random.default_rng([rank, step, place]).standard_normal(SHAPES[place])
+
+
+def test_a_session_makes_the_steps_of_the_model() -> None:
+    steps, passes = 3, 2
+
+    def main(rank: int) -> Any:
+        graph = tf.Graph()
+        with graph.as_default(), tf.compat.v1.Session(graph=graph) as session:
+            places = [
+                tf.compat.v1.placeholder(tf.float32, shape, f"g{number}")
+                for number, shape in enumerate(SHAPES)
+            ]
+            variables = [
+                tf.compat.v1.get_variable(f"v{number}", initializer=tf.zeros(shape))
+                for number, shape in enumerate(SHAPES)
+            ]
+            loss = sum(
+                tf.reduce_sum(variable * place)
+                for variable, place in zip(variables, places, strict=True)
+            )
+            optimizer = hvd.DistributedOptimizer(
+                tf.compat.v1.train.GradientDescentOptimizer(1.0),
+                compression=hvd.Compression.int8(8),
+                backward_passes_per_step=passes,
+                groups=[[variable] for variable in variables],
+            )
+            train = optimizer.minimize(loss)
+            session.run(tf.compat.v1.global_variables_initializer())
+            session.run(tf.compat.v1.local_variables_initializer())
+            for step in range(steps * passes):
+                values = {
+                    place: gradient(rank, step, number) for number, place in enumerate(places)
+                }
+                session.run(train, values)
+            assert optimizer.compression_state()["residuals"]
+            return session.run(variables)
+
+    results = run_ranks(2, main)
+    for number, shape in enumerate(SHAPES):
+        model = BlockModel(2, shape, 8)
+        expected = np.zeros(shape)
+        for step in range(steps):
+            sums = [
+                sum(
+                    gradient(rank, step * passes + each, number).astype(np.float32)
+                    for each in range(passes)
+                )
+                for rank in range(2)
+            ]
+            expected = expected - model.step(sums) / 2
+        for values in results:
+            np.testing.assert_allclose(values[number], expected, atol=5e-5)
+
+
+def test_a_tape_has_no_place_for_what_was_not_sent() -> None:
+    def main(rank: int) -> None:
+        with (
+            tf.GradientTape() as tape,
+            pytest.raises(ValueError, match=r"int8\(block=256\) remembers .* for one step"),
+        ):
+            hvd.DistributedGradientTape(tape, compression=hvd.Compression.int8())
+
+    run_ranks(1, main)
+
+
+def test_gradients_start_in_whatever_order_their_graph_runs() -> None:
+    """In a function that TensorFlow compiles, with a bucket for each gradient."""
+
+    def main(rank: int) -> Any:
+        import keras
+
+        variables = [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES * 4]
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0),
+            compression=hvd.Compression.powersgd(1),
+            groups=[[variable] for variable in variables],
+        )
+        optimizer.build(variables)
+
+        @tf.function
+        def step(scale: Any) -> None:
+            gradients = [tf.ones(shape) * scale for shape in SHAPES * 4]
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        for _ in range(3):
+            step(tf.constant(float(rank + 1)))
+        return [variable.numpy() for variable in variables]
+
+    for values in run_ranks(2, main):
+        for value in values:
+            np.testing.assert_allclose(value, np.full(value.shape, -4.5), atol=1e-4)
