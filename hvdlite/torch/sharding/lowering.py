@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from hvdlite.common.layouts.exchange import along, coordinates_of, repeated, same_parts
 from hvdlite.common.layouts.layout import Layout, whole
@@ -82,15 +82,17 @@ class _Step(torch.nn.Module):
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
         super().__init__()
-        self._function, self._kwargs = function, dict(kwargs)
-        self._args = [None if isinstance(each, Node) else each for each in args]
-        self._places = [i for i, each in enumerate(args) if isinstance(each, Node)]
+        leaves, self._spec = tree_flatten((list(args), dict(kwargs)))
+        self._function = function
+        self._leaves = [None if isinstance(each, Node) else each for each in leaves]
+        self._places = [i for i, each in enumerate(leaves) if isinstance(each, Node)]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        args = list(self._args)
+        leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
-            args[place] = tensor
-        return self._function(*args, **self._kwargs)
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return self._function(*args, **kwargs)
 
 
 class Lowering:
@@ -350,7 +352,8 @@ class Lowering:
         if isinstance(target, torch._ops.OpOverload):
             return self._graph.call_function(target, args, kwargs)
         return self._module(
-            _Step(target, args, kwargs), tuple(each for each in args if isinstance(each, Node))
+            _Step(target, args, kwargs),
+            tuple(each for each in tree_leaves((args, kwargs)) if isinstance(each, Node)),
         )
 
     def _make(self, call: Call) -> None:

@@ -478,6 +478,8 @@ def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         for index, argument in enumerate(function._schema.arguments)
         for default in [argument.default_value if argument.has_default_value() else None]
     }
-    rates = [given[name] for name in ("p", "dropout_p") if isinstance(given.get(name), float)]
+    rates = [
+        given[name] for name in ("p", "dropout_p", "dropout") if isinstance(given.get(name), float)
+    ]
     switches = [given[name] for name in ("train", "training") if given.get(name) is not None]
     return all(rates) and all(switches)

@@ -1,0 +1,87 @@
+"""Parts that are not the usual ones: recurrent layers, biases of heads, experts, on 5 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.torch.sharded_ranks import check_against_one_process, run_sharded
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class First(nn.Module):
+    """The first result of a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on whole inputs")
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_layers(kind: Any) -> None:
+    """They take lists of tensors, also where they draw random numbers."""
+    inputs = [torch.randn(6, 4, 5)]
+    check_against_one_process(First(kind(5, 6, 2, batch_first=True)), inputs, {}, 3)
+    part = First(kind(5, 6, 2, dropout=0.5, batch_first=True))
+    found = run_sharded(part, inputs, {}, 3, lambda output, _: output.sum())
+    of_ranks = torch.cat([each[0] for each in found.outputs])
+    assert of_ranks.shape == (6, 4, 6) and not torch.equal(of_ranks, part(*inputs))
+
+
+class Biased(nn.Module):
+    """Attention with a bias of each head that falls with the distance of words."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.rand(heads, 1, 1))
+
+    def forward(self, x: Any) -> Any:
+        places = torch.arange(float(x.shape[2]))
+        bias = (places[None] - places[:, None]).abs() * -self.slopes
+        return functional.scaled_dot_product_attention(x, x * 2, x.tanh(), attn_mask=bias)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_biases_of_heads(ranks: int) -> None:
+    heads, words = (1, ranks, 1, 1), (1, 1, ranks, 1)
+    batch = [torch.randn(ranks, ranks, 2 * ranks, 4)]
+    for cuts, bias in ((heads, (ranks, 1, 1)), (words, (1, ranks, 1))):
+        given = {"scaled_dot_product_attention": (cuts, cuts, cuts, bias)}
+        check_against_one_process(Biased(ranks), batch, given, ranks)
+
+
+class Experts(nn.Module):
+    """Two of three experts for each word, by what a gate says."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 3, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+
+    def forward(self, x: Any) -> Any:
+        values, which = self.gate(x).topk(2, -1)
+        shares = torch.zeros(*x.shape[:2], 3).scatter(-1, which, values.softmax(-1))
+        return sum(shares[..., i, None] * each(x) for i, each in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_experts(ranks: int) -> None:
+    given = {f"experts.{i}": ((1, 1, 1), (1, ranks)) for i in range(2)}
+    given["experts.2"] = ((1, 1, ranks), (ranks, 1))
+    check_against_one_process(Experts(2 * ranks), [torch.randn(ranks, 4, 2 * ranks)], given, ranks)
