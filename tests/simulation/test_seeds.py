@@ -65,6 +65,13 @@ FOUND = [
     # A rank was lost on the way to the check that all had agreed on, and its peer began a world
     # with an older commit than ranks had that were to leave.
     ("elastic", 39838),
+    # A scheduler that was lost forgot whose turn it was to load, and servers did not answer that
+    # worker any more.
+    ("ps", 14941),
+    # A server that had come again had its newest snapshot, and gave it to a worker that had to make
+    # the step before that again, where another server had lost more.
+    ("ps", 13175),
+    ("ps", 15012),
 ]
 
 

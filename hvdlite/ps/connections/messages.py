@@ -40,7 +40,8 @@ KINDS = frozenset(
         "barrier", "done",
         "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
         "pull_rows", "clocks", "plan", "stand", "ready", "scale", "take", "taken", "turn", "over",
-        "save", "saved", "load", "loaded", "failed", "moved", "restarted", "rolled_back",
+        "save", "saved", "load", "loaded", "failed", "overtaken", "moved", "restarted",
+        "rolled_back",
     }
 )  # fmt: skip
 FIELDS = [str, int, str, int, int, dict]  # Of a head.

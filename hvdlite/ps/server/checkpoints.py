@@ -1,8 +1,9 @@
 """The part of a server in `ps.save` and `ps.load`: it writes and reads its share of the tables.
 
 A worker leads, in phases, each of which all servers have done before the next one begins. Its
-attempts have rising numbers. A request of an older attempt was sent again too late, and is dropped;
-one of a phase that is done already is answered, and not done again.
+attempts have rising numbers. A request of an older attempt was sent again too late, or by a worker
+whose turn a scheduler has forgotten that was lost: it is `overtaken`. One of a phase that is done
+already is answered, and not done again.
 
 A checkpoint is a folder with a file of each table from each server (see `saved_files`), and
 layout.json, which has their number and the finished steps: `tables` -> `steps`, `whole`.
@@ -68,7 +69,7 @@ class ServerCheckpoints:
         body = message.body
         attempt, phase = tuple(body["attempt"]), body["phase"]
         if attempt < self._attempt:
-            return []
+            return [_say(peer, message, "overtaken")]
         if attempt > self._attempt:
             self._attempt, self._done = attempt, {}
             self._to_write, self._was_read = [], []

@@ -68,6 +68,9 @@ class Server:
         for snapshot in snapshots.newest(layout) if snapshots else ():
             table = self._new_table(snapshot.described)
             table.restore(*snapshot.saved)
+            before = snapshots.before(snapshot) if snapshots else None
+            if before is not None:
+                table.remember(before.saved)
             self._saved[table.name] = table.version
 
     def _new_table(self, described: TableDescription) -> Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -140,6 +141,14 @@ class SnapshotFolder:
             if files:
                 found.append(self._read(files[-1]))
         return found
+
+    def before(self, snapshot: SavedTable) -> SavedTable | None:
+        """Return the snapshot of the version before that of another one, if it can be read."""
+        version = snapshot.saved.version - 1
+        path = self._target(snapshot).with_name(_name_of(snapshot.layout, version))
+        with suppress(HorovodInternalError):
+            return self._read(path)
+        return None
 
     def go_back(self, table: str, version: int, layout: int) -> SavedTable | None:
         """Return the snapshot of a version, if there is one, and remove all that are newer."""

@@ -106,6 +106,11 @@ class Table:
         self.clocks.finished = {worker: min(clock, most) for worker, clock in finished.items()}
         self._restored = True
 
+    def remember(self, saved: Saved) -> None:
+        """Keep the values of the version before, for a worker that has to make its step again."""
+        if self.clocks.mode.name == SYNC:
+            self._sent[saved.version] = saved.values
+
     def adopt(self, saved: Saved) -> None:
         """Begin with what this table was on other servers; no worker has to be heard of before."""
         self.updater.begin([array.copy() for array in saved.values])

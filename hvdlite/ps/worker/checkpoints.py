@@ -24,29 +24,43 @@ class _AgainError(Exception):
     """A server has moved tables meanwhile, or has come again: all phases are to be made anew."""
 
 
+class _OvertakenError(Exception):
+    """Another worker has had its turn since: the scheduler was lost, and knew of none."""
+
+
 def save(worker: Worker, directory: str | os.PathLike[str]) -> None:
     """Let all servers write the tables of a worker; see `hvdlite.ps.context.save`."""
     tables = _tables_of(worker, "saved")
-    turn = worker.ask(Message("turn", body={"what": SAVE})).body["turn"]
-    try:
-        _make(worker, tables, SAVE, turn, directory)
-    finally:
-        worker.ask(Message("over", body={"turn": turn, "steps": None}))
+    while True:
+        turn = worker.ask(Message("turn", body={"what": SAVE})).body["turn"]
+        try:
+            _make(worker, tables, SAVE, turn, directory)
+            return
+        except _OvertakenError:
+            continue
+        finally:
+            worker.ask(Message("over", body={"turn": turn, "steps": None}))
 
 
 def load(worker: Worker, directory: str | os.PathLike[str]) -> int:
     """Let all servers read the tables of a worker; see `hvdlite.ps.context.load`."""
     tables = _tables_of(worker, "loaded")
     late = not worker.loads and any(table.entered_at > 0 for table in tables.values())
-    body = {"what": LOAD, "number": worker.loads + 1, "late": late}
-    answer = worker.ask(Message("turn", body=body)).body
-    steps: dict[str, int] | None = answer["steps"]
-    worker.loads = answer["loads"] if late else worker.loads + 1
-    if turn := answer["turn"]:
-        worker.loads, steps = answer["loads"], None
+    number = worker.loads + 1
+    body = {"what": LOAD, "number": number, "late": late}
+    steps: dict[str, int] | None = None
+    while steps is None:
+        answer = worker.ask(Message("turn", body=body)).body
+        if not (turn := answer["turn"]):
+            steps = answer["steps"]
+            worker.loads = answer["loads"] if late else number
+            break
+        worker.loads = answer["loads"]
         try:
             steps = _make(worker, tables, LOAD, turn, directory)
             worker.loads += 1
+        except _OvertakenError:
+            continue
         finally:
             worker.ask(Message("over", body={"turn": turn, "steps": steps}))
     assert steps is not None
@@ -77,6 +91,8 @@ def _make(
         except (_AgainError, MovedError):
             repeat += 1
             outside.sleep(LOOK_SECONDS)
+        except _OvertakenError:
+            raise
         except Exception:
             if what == SAVE:
                 with suppress(Exception):
@@ -122,6 +138,8 @@ class _Phases:
         for server, answer in enumerate(answers):
             if answer.kind == "failed":
                 raise remote_error(server, answer.body)
+        if any(answer.kind == "overtaken" for answer in answers):
+            raise _OvertakenError
         if any(answer.kind in ("moved", "restarted") for answer in answers):
             raise _AgainError
         return [answer.body for answer in answers]
