@@ -9,6 +9,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from hvdlite.common.plain.metrics import Sample, unpack
+from hvdlite.launcher.live.stragglers import Pace, Straggler, Watch
 
 # Changes are those over the last so many seconds, or more where there were fewer steps.
 WINDOW_SECONDS = 6.0
@@ -18,6 +19,7 @@ MOST_EVENTS = 20
 LONGEST_EVENT = 300
 # Since the last step of a rank; after that it counts as standing still.
 STILL_SECONDS, STILL_STEPS = 5.0, 5
+SILENT_SECONDS = 5.0  # A rank sends each second.
 
 WORLD, STALL, FAILURE, STRAGGLER = KINDS = ("world", "stall", "failure", "straggler")
 
@@ -107,6 +109,7 @@ class JobView:
         self.ranks: dict[int, RankView] = {}
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.counted: Counter[str] = Counter()  # Events by kind.
+        self.watch = Watch()
         self._world = 0.0
 
     def take(self, host: str, number: int, line: str, now: float) -> Sample | None:
@@ -127,6 +130,22 @@ class JobView:
         """Keep an event."""
         self.counted[kind] += 1
         self.events.append(Event(now, kind, " ".join(text.split())[:LONGEST_EVENT]))
+
+    def paces(self, now: float) -> list[Pace]:
+        """Return how the ranks have spent their last seconds; none while one is not heard of."""
+        ranks = self.in_order()
+        if any(rank.age(now) > SILENT_SECONDS for rank in ranks):
+            return []
+        return [
+            Pace(rank.rank, rank.host, rank.seconds, rank.changes(), rank.values) for rank in ranks
+        ]
+
+    def look(self, now: float) -> Straggler | None:
+        """Look, once a second, who makes the others wait; return who is to be named now."""
+        named = self.watch.look(self.paces(now), now)
+        if named is not None:
+            self.note(STRAGGLER, named.text, now)
+        return named
 
     def in_order(self) -> list[RankView]:
         """Return the ranks in their order."""

@@ -12,6 +12,7 @@ from hvdlite.launcher.live.job_view import JobView
 from hvdlite.launcher.live.prometheus import CONTENT_TYPE, PrometheusPage
 from hvdlite.launcher.processes.event_loop import EventLoop
 
+LOOK_SECONDS = 1.0
 METRICS_PATHS = ("/", "/metrics")
 
 
@@ -28,6 +29,8 @@ class LiveView:
         self._servers: list[HttpServer] = []
         if options.metrics_port is not None:
             self._serve_metrics(options.metrics_address, options.metrics_port)
+        if options.counts:
+            loop.call_after(LOOK_SECONDS, self._look)
 
     def _serve_metrics(self, address: str, port: int) -> None:
         page = PrometheusPage(self.job, self._loop.now)
@@ -48,6 +51,12 @@ class LiveView:
         self._servers.append(server)
         host = f"[{address}]" if ":" in address else address
         self._say(f"metrics at http://{host}:{server.port}/metrics")
+
+    def _look(self) -> None:
+        self._loop.call_after(LOOK_SECONDS, self._look)
+        straggler = self.job.look(self._loop.now())
+        if straggler is not None:
+            self._say(straggler.text)
 
     # -- what is told of ranks
 

@@ -75,6 +75,14 @@ class PrometheusPage:
             family.add_metric([str(rank.rank), rank.host], max(rank.age(now), 0.0))
         yield family
 
+        straggler = self._job.watch.current
+        if straggler is not None:
+            family = self._family(of["straggler_seconds"], *OF_A_RANK)
+            for number in straggler.ranks:
+                place = [str(number), self._job.ranks[number].host]
+                family.add_metric([*place, straggler.cause], straggler.seconds)
+            yield family
+
     def _family(self, metric: Metric, *labels: str) -> Any:
         kind = "CounterMetricFamily" if metric.counts else "GaugeMetricFamily"
         names = [*labels, *([metric.label] if metric.label else [])]

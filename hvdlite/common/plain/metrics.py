@@ -73,6 +73,7 @@ JOB_METRICS = (
     Metric("ranks", "Ranks that were heard of."),
     Metric("events_total", "Worlds, stalls, failures and stragglers.", "kind"),
     Metric("age_seconds", "Since a rank was heard of."),
+    Metric("straggler_seconds", "A rank makes the others wait so long in a step.", "cause"),
 )
 
 VERSION = 1

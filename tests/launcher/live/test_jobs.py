@@ -80,6 +80,38 @@ def test_the_numbers_of_an_elastic_job(tmp_path: Path) -> None:
     assert 'hvdlite_events_total{kind="world"} 1.0' in text
 
 
+TRAINING = """
+import os, sys, time
+import torch
+import hvdlite.torch as hvd
+hvd.init()
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 8)
+plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+batch, done = torch.ones(4, 8), 0.0
+while not done:
+    time.sleep([0.02, 0.2][hvd.rank()])
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+    done = hvd.allreduce(torch.tensor([float(os.path.exists(sys.argv[1]))]), op=hvd.Max)
+"""
+
+
+def test_a_rank_with_a_slow_data_loader_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("torch")
+    end = tmp_path / "end"
+    command = [sys.executable, "-c", TRAINING, str(end)]
+    with start("-np", "2", "--metrics-port", "0", *command, may_leave="torch*") as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "makes the others wait" in line)
+        end.touch()
+        process.communicate(timeout=60)
+    assert re.match(r"hvdlite-run: rank 1 \(host .*its data takes \d+ ms, theirs \d+", line), line
+
+
 def test_flags_that_contradict() -> None:
     done = launch("--metrics-address", "0.0.0.0", "true")
     assert (done.returncode, done.stderr) == (

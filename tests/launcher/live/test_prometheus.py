@@ -16,6 +16,7 @@ from hvdlite.launcher.command_line.live_options import LiveOptions
 from hvdlite.launcher.live.job_view import FAILURE, JobView
 from hvdlite.launcher.live.live_view import LiveView
 from hvdlite.launcher.live.prometheus import PrometheusPage
+from hvdlite.launcher.live.stragglers import Straggler
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "dashboard.json"
@@ -31,6 +32,7 @@ def full_job() -> JobView:
             values |= {f"{n}.{collective}": 3.0 for n, each in METRICS.items() if each.label}
         assert job.take('ho"st\\', rank, pack(Sample(rank, 2, values)), 5.0)
     job.note(FAILURE, "a rank", 5.5)
+    job.watch.current = Straggler((1,), "host", 0.038, 0.31, "data", "rank 1 ...")
     return job
 
 
@@ -51,6 +53,8 @@ def test_all_numbers_of_all_ranks() -> None:
     steps = {s.labels["rank"]: s.value for s in found["hvdlite_steps"].samples}
     assert steps == {"0": 1.0, "1": 11.0}
     assert found["hvdlite_steps"].samples[0].labels["host"] == 'ho"st\\'
+    slow = found["hvdlite_straggler_seconds"].samples
+    assert [(s.labels["rank"], s.labels["cause"], s.value) for s in slow] == [("1", "data", 0.038)]
     kinds = {s.labels["kind"]: s.value for s in found["hvdlite_events"].samples}
     assert kinds["failure"] == 1 and kinds["stall"] == 0
     assert found["hvdlite_age_seconds"].samples[0].value == 2.0
