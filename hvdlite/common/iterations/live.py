@@ -1,7 +1,7 @@
 """The counts of this rank while it runs: `hvd.metrics()` and `hvd.progress()`.
 
-Nothing is counted before somebody asks: by ``HVDLITE_LIVE=1``, which `hvdlite-run --live` and
-`--metrics-port` set, or by the first `metrics()`.
+Nothing is counted before somebody asks: by ``HVDLITE_LIVE=1``, which `hvdlite-run
+--metrics-port` sets, or by the first `metrics()`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def metrics() -> dict[str, float]:
 
     The names are those of docs/live_view.md; numbers by collective have names such as
     ``collective_bytes_total.allreduce``. Counting begins at `init` with ``HVDLITE_LIVE=1`` (as
-    ``hvdlite-run --live`` sets it), otherwise with the first call. Raises `ValueError` before
-    `init`.
+    ``hvdlite-run --metrics-port`` sets it), otherwise with the first call. Raises `ValueError`
+    before `init`.
     """
     return counts_of(current()).values()
 
