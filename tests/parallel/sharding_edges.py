@@ -250,6 +250,21 @@ def check_outputs_are_numbered_alike() -> None:
     assert torch.equal(columns, batch.square().chunk(hvd.size(), 1)[hvd.rank()])
 
 
+def check_a_second_try() -> None:
+    """What a refused plan leaves is the module as it was."""
+    layer, batch = torch.nn.Linear(WIDTH, WIDTH), whole_batch()
+    expected = own(layer(batch)).detach()
+    try:
+        sharding.shard(layer, example=own(batch), strategies={"": ((1, 1), (1, WIDTH + 1))})
+    except ValueError as error:
+        assert "would fit" in str(error), error
+    else:
+        raise AssertionError("no error")
+    assert not hasattr(layer.weight, "to_local") and torch.equal(own(layer(batch)), expected)
+    part = sharding.shard(layer, example=own(batch), strategies={"": ((1, 1), (1, hvd.size()))})
+    assert torch.allclose(part(own(batch)), expected, atol=1e-5)
+
+
 def check_gradients_of_parameters() -> None:
     """They are DTensors, cut and laid out as `to_local` has them of a plain gradient."""
     mesh = init_device_mesh("cpu", (hvd.size(),))
@@ -282,6 +297,7 @@ CHECKS = [
     check_operators_without_a_rule,
     check_arguments_by_keyword,
     check_outputs_are_numbered_alike,
+    check_a_second_try,
     check_gradients_of_parameters,
 ]
 

@@ -106,9 +106,10 @@ def shard(
                 "are cut before an optimizer takes them"
             )
         runner.call = fn_or_module.forward
-        setattr(fn_or_module, ORIGINAL, runner.call)
         if example is not None:
             runner.prepare(example if isinstance(example, tuple) else (example,))
+        # Last, so that a module whose plan was refused may be sharded with another one.
+        setattr(fn_or_module, ORIGINAL, runner.call)
         fn_or_module.forward = runner.run
         return fn_or_module
 
