@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar
+from weakref import ref
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.gradients.variables import LocalSources
+from hvdlite.common.gradients.weights_check import WeightsCheck, check_by_setting
 from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.segmentation.strategies import Threshold
 
@@ -40,6 +43,8 @@ class Exchange:
 
     # Methods of the optimizer besides those of its family, each called as an entry of `Kind`.
     more_entries: ClassVar[dict[str, Callable[..., Any]]] = {}
+    # Whether each rank has all of the optimizer's state, as the others have it.
+    state_is_common = True
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -63,6 +68,17 @@ class Exchange:
         if settings.local_layers is not None:
             self.local.add_layers(settings.local_layers)
         self._reduced = False
+        self._compare: Callable[..., None] = tools.compare_variables
+        # Compares weights, made in the first step; None where the settings ask for none.
+        self._check: WeightsCheck | None = None
+        self._steps = False  # Whether there was a step.
+        # The optimizer that the user has called last, which may be around the others.
+        self._optimizer: Callable[[], Any] = lambda: None
+
+    def called_by(self, optimizer: Any) -> None:
+        """Take note that a method of this optimizer was called, by the user or by another one."""
+        if not self._reduced:
+            self._optimizer = ref(optimizer)
 
     @property
     def local(self) -> LocalSources:
@@ -132,7 +148,38 @@ class Exchange:
     def _apply(self, gradients: Sequence[Any], variables: Sequence[Any], then: Then) -> Any:
         reduced = self.reduce(gradients, variables)
         with self._gradients_are_reduced():
-            return then(reduced)
+            result = then(reduced)
+        self.check_weights(variables)
+        return result
+
+    def check_weights(self, variables: Sequence[Any]) -> None:
+        """Compare the weights of all ranks, and the optimizer's state, if it is time to.
+
+        A step over these variables has ended. Local variables are each rank's own, and so is all
+        state where there are some.
+        """
+        reduction = self.settings.reduction
+        if not reduction.active or (self._steps and self._check is None):
+            return
+        shared = [
+            each for each, own in zip(variables, self.local.pick(variables), strict=True) if not own
+        ]
+        names = self._reducer.sources.names_of("weights", shared)
+        if not self._steps:
+            self._steps = True
+            label = f"{self.settings.prefix}.{len(names)}.{names[0] if names else ''}"
+            self._check = check_by_setting(label, reduction.process_set)
+        if self._check is None:
+            return
+        optimizer = self._optimizer()
+        if optimizer is not None and self.state_is_common and not self.local:
+            variables = getattr(optimizer, "variables", ())
+            state = list(variables() if callable(variables) else variables)
+            shared += state
+            # Names of state have names of variables in them, and the numbers of these.
+            paths = map(self._reducer.sources.path_of, state)
+            names += [f"state.{n}.{re.sub('_[0-9]+', '', path)}" for n, path in enumerate(paths)]
+        self._compare(self._check, names, shared)
 
     @contextmanager
     def _gradients_are_reduced(self) -> Iterator[None]:

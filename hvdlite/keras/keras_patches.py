@@ -57,6 +57,7 @@ def _scaling(entry: Any, method: Method) -> Method:
             exchange = exchange_of(inner)
             if getattr(self, "dynamic", True) and exchange.local:
                 _refuse_local(exchange)
+            exchange.called_by(self)
             return entry(method, exchange, self, *args, **kwargs)
         if any(isinstance(part, Distributed) for part in parts_of(inner)):
             raise RuntimeError(

@@ -5,5 +5,6 @@ from __future__ import annotations
 from hvdlite.tf.errors import unconverted as untraced
 from hvdlite.tf.optimizer.aggregation import Accumulator
 from hvdlite.tf.optimizer.gradient_exchange import Reducer
+from hvdlite.tf.weights import compare_variables
 
-__all__ = ["Accumulator", "Reducer", "untraced"]
+__all__ = ["Accumulator", "Reducer", "compare_variables", "untraced"]

@@ -15,14 +15,16 @@ from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.buckets import single_and_grouped
 from hvdlite.common.gradients.compressed_bucket import Part
 from hvdlite.common.gradients.variables import Sources
+from hvdlite.common.gradients.weights_check import WeightsCheck
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation.strategies import Gradient
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.dtypes import DTYPE_NAMES
 from hvdlite.torch.optimizer.sparsity import Layouts
+from hvdlite.torch.weights import of_tensor
 
-__all__ = ["Accumulator", "Reducer", "untraced"]
+__all__ = ["Accumulator", "Reducer", "compare_variables", "untraced"]
 
 Gradients = Mapping[str, Any]
 Wait = Callable[[], Gradients]
@@ -144,6 +146,16 @@ class Reducer(reducer.Reducer):
 
     def divide(self, gradient: torch.Tensor, divisor: int) -> torch.Tensor:
         return gradient / divisor
+
+
+def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]) -> None:
+    """Count a step, and compare the variables where it is time to; raises `RuntimeError`."""
+    check.step(
+        lambda: [
+            of_tensor(name, Reducer.sources.plain(variable))
+            for name, variable in zip(names, variables, strict=True)
+        ]
+    )
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

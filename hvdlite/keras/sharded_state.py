@@ -89,6 +89,8 @@ class ShardedExchange(Exchange):
         "adopt": _adopt,
     }
 
+    state_is_common = False
+
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._shards: list[_Shard] = []
@@ -152,6 +154,7 @@ class ShardedExchange(Exchange):
                 shard.variables, shard.split(self._gather(number, "weights", value)), strict=True
             ):
                 variable.assign(part)
+        self.check_weights(variables)
         return result
 
     def _reduce(self, number: int, shard: _Shard, gradient_of: dict[int, Any]) -> Any:

@@ -131,7 +131,9 @@ def _derived_class(base: Any, kind: Kind, exchange: Exchange) -> Any:
 def _entering(method: Method | None, entry: Method) -> Method:
     @wraps(entry if method is None else method)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return entry(method, exchange_of(self), self, *args, **kwargs)
+        exchange = exchange_of(self)
+        exchange.called_by(self)
+        return entry(method, exchange, self, *args, **kwargs)
 
     return apply
 

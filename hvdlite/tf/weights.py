@@ -1,0 +1,47 @@
+"""The check that variables are the same on all ranks (HVDLITE_CHECK_WEIGHTS), in graphs or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.gradients.weights_check import WeightsCheck
+from hvdlite.common.plain.comparison import of_array
+from hvdlite.common.runtime.current import finder, use
+
+
+def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]) -> None:
+    """Count a step, and compare the variables where it is time to, by these names.
+
+    In a `tf.function` operations are made that do so after all assignments before. Raises
+    `RuntimeError`, and where a graph is run `tf.errors.UnknownError` with its text.
+    """
+    if tf.executing_eagerly():
+        check.step(
+            lambda: [
+                of_array(name, variable.numpy())
+                for name, variable in zip(names, variables, strict=True)
+            ]
+        )
+        return
+    runtime = finder()
+
+    def is_due() -> bool:
+        with use(runtime()):
+            return check.is_due()
+
+    def compare(*values: Any) -> None:
+        with use(runtime()):
+            pairs = zip(names, values, strict=True)
+            check.compare(of_array(name, value.numpy()) for name, value in pairs)
+
+    def compared() -> tf.Tensor:
+        values = [tf.convert_to_tensor(variable) for variable in variables]
+        with tf.control_dependencies([tf.py_function(compare, values, [])]):
+            return tf.constant(0)
+
+    due = tf.py_function(is_due, [], tf.bool)
+    due.set_shape([])
+    tf.cond(due, compared, lambda: tf.constant(0))
