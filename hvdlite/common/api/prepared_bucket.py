@@ -32,9 +32,7 @@ from hvdlite.common.runtime.runtime import Runtime
 # entries of its tensors are announced, and sent only where that has failed.
 
 
-# Larger ones are no short calls; nor are smaller ones among more than two ranks of which all data
-# together are more than `MOST_TO_READ_BYTES`.
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20  # Larger ones are no short calls.
 
 
 def bundle_of(entries: Sequence[Entry]) -> Bundle | None:

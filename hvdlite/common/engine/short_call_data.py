@@ -12,6 +12,7 @@ from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.segment import address, codes
 from hvdlite.common.collectives.native.short_call import (
+    DIVIDED_BYTES,
     LARGE_BYTES,
     MOST_TO_READ_BYTES,
     TAG_BITS,
@@ -171,7 +172,7 @@ def given(request: Request, members: Members) -> Given | None:
     dtype = numpy_dtype(request.dtype)
     scattered = spec.scatters or spec.splits
     most = LARGE_BYTES
-    if not (scattered or spec.rooted):
+    if not (scattered or spec.rooted or spec.reduces):
         most = min(most, MOST_TO_READ_BYTES // members.size)
     if spec.varying_rows:
         counts = members.size if spec.splits else 1
@@ -187,4 +188,5 @@ def given(request: Request, members: Members) -> Given | None:
     # Adasum has no arithmetic, and a backend of its own.
     if reduction.reduce_op is ReduceOp.ADASUM or codes(Arithmetic(dtype, reduction)) is None:
         return None
-    return Given(nbytes, Arithmetic(dtype, reduction), scattered=scattered)
+    divided = not scattered and members.size > 2 and nbytes * members.size > DIVIDED_BYTES
+    return Given(nbytes, Arithmetic(dtype, reduction), scattered=scattered, divided=divided)

@@ -70,7 +70,7 @@ def test_the_result_has_the_bits_of_the_data_plane(
         begin()
         random = np.random.default_rng(rank)
         for dtype in DTYPES:
-            for size in (1, 3, 1025, 40_000):
+            for size in (1, 3, 1025, 40_000, 131_001):
                 scale = 10.0 ** random.integers(-3, 3)
                 data = (random.standard_normal(size) * scale).astype(dtype)
                 for number, options in enumerate(REDUCTIONS):
@@ -372,10 +372,14 @@ def test_a_host_without_the_code_needs_none() -> None:
     run_ranks(2, main, config=Config(native="off"))
 
 
+@pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("size", [0, 4, 1 << 20])
-def test_a_round_is_completed_by_all_or_by_none(size: int) -> None:
-    """Ranks withdraw, decline and come too late at random times. Slots are shared by calls."""
-    ranks, rounds, found = 3, 300 if size < 100 else 30, library("auto")
+def test_a_round_is_completed_by_all_or_by_none(size: int, divided: bool) -> None:
+    """Ranks withdraw, decline and come too late at random times. Slots are shared by calls.
+
+    A divided round can also be abandoned when all have come. The input is whole after that.
+    """
+    ranks, rounds, found = 3, 300 if size < 100 or divided else 30, library("auto")
     assert found is not None
     world, code = InProcessWorld(Topology.single_host(ranks)), found
     all_came, outcomes = threading.Barrier(ranks), [[False] * ranks for _ in range(2)]
@@ -385,10 +389,11 @@ def test_a_round_is_completed_by_all_or_by_none(size: int) -> None:
         exchange.open(True)
         members = Members(tuple(range(ranks)), rank, world.topology)
         calls = [exchange.prepare(members, number << 40) for number in range(2)]
-        source, target = np.empty(size // 4, np.float32), np.empty(size // 4, np.float32)
+        source = np.empty(size // 4, np.float32)
+        target = source if divided else np.empty_like(source)
         for call in calls if size else ():
             arithmetic = Arithmetic(source.dtype, Reduction(ReduceOp.SUM))
-            exchange.add_data(call, Given(size, arithmetic))
+            exchange.add_data(call, Given(size, arithmetic, divided=divided))
             call.nbytes = call.taken = size
             set_data(call, source, target)
         completed = 0
@@ -408,6 +413,8 @@ def test_a_round_is_completed_by_all_or_by_none(size: int) -> None:
             if call.completed and outcomes[step % 2][rank]:
                 completed += 1
                 assert (target == ranks * step + 3).all()
+            else:
+                assert (source == step + rank).all()
         return completed
 
     results = run_threads(ranks, main)

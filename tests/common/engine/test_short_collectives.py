@@ -184,9 +184,21 @@ def test_the_limit_where_every_rank_reads_the_data_of_all(
         begin()
         data = np.ones(nbytes, np.uint8)
         assert was_short(lambda: hvd.allgather(data, name="g")).size == ranks * nbytes
-        assert was_short(lambda: hvd.allreduce(data, name="r", op=hvd.Sum))[-1] == ranks
         before, data = short_calls().completed, np.ones(nbytes + 1, np.uint8)
         assert hvd.allgather(data, name="g2").size == ranks * nbytes + ranks
+        assert short_calls().completed == before
+
+    run_ranks(ranks, main, config=GATHER)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_limit_of_reductions(ranks: int, patient: None) -> None:
+    def main(rank: int) -> None:
+        begin()
+        data = np.full(LARGE_BYTES, rank, np.uint8)
+        result = was_short(lambda: hvd.allreduce(data, name="r", op=hvd.Sum))
+        assert (result == sum(range(ranks))).all()
+        before, data = short_calls().completed, np.ones(LARGE_BYTES + 1, np.uint8)
         assert hvd.allreduce(data, name="r2", op=hvd.Sum)[-1] == ranks
         assert short_calls().completed == before
 

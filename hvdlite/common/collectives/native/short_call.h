@@ -18,6 +18,11 @@
 // Where members may give different numbers of rows, these stand in front of the data, and decide how
 // large the result is: the caller then takes by a call of its own.
 //
+// A larger reduction is divided: when the round is complete, each member reduces a range of the data
+// of all into its own buffer, and all take the ranges when the last one is there. That is decided by
+// one word, too: who waits in vain for a range abandons the round for all, and no member has written
+// its result by then.
+//
 // No round is completed while a member still reads the buffers of the one before. So when a member
 // writes a buffer, nobody reads what it wrote there two rounds ago. Another tag may take a slot in
 // which nobody waits.
@@ -47,6 +52,7 @@ struct ShortCall {
   int64_t counts;              // numbers of rows that each member tells: 0, 1, or one for each
   int64_t row_bytes;           // where rows are told
   int64_t scattered;           // whether no other member takes what I take
+  int64_t divided;             // whether each member reduces a range for all
   int64_t identity;            // of this library: all members must have the same
   double prescale, postscale;
   const int64_t* local;        // by member: its local number
@@ -73,13 +79,15 @@ namespace {
 constexpr int kTagBits = 45, kDeclineBits = 19;
 constexpr uint64_t kDeclines = (1 << kDeclineBits) - 1;  // a number of declines, which wraps around
 constexpr uint64_t kCount = (1 << 9) - 1;
+constexpr uint32_t kAbandoned = 1u << 31;  // instead of a number of members
+constexpr int64_t kRangePatience = 10;     // so many times longer than for members, for their ranges
 
 // The start of the memory of the host's first rank.
 struct ShortSlot {
   uint64_t word;
   uint64_t declined;  // tag and number of the latest round that somebody will not come to
   uint32_t changes;   // what waiting members sleep on
-  uint32_t unused;
+  uint32_t reduced;   // members that have reduced their ranges of the latest complete round
   int64_t began_ns;   // when the last member of the latest complete round came
   char rest[kLine - 32];
 };
@@ -134,7 +142,8 @@ class Exchange {
   void take() {
     if (call_.parity < 0) return;
     parity_ = uint64_t(call_.parity);
-    if (call_.tensors > 0) reduce_in_places();
+    if (call_.divided) call_.completed = reduce_for_all() && take_ranges();
+    else if (call_.tensors > 0) reduce_in_places();
     else if (call_.output != nullptr && call_.operation >= 0) reduce_range();
     else if (call_.output != nullptr) copy_all();
     __atomic_fetch_sub(&slot_->word, 1, __ATOMIC_RELEASE);  // `staying`
@@ -232,6 +241,7 @@ class Exchange {
       if (last) {
         if (next.staying > 0) return false;
         __atomic_store_n(&slot_->began_ns, came_ns_, __ATOMIC_RELAXED);
+        __atomic_store_n(&slot_->reduced, 0, __ATOMIC_RELAXED);
         next.parity ^= 1;
         next.arrived = 0;
         next.staying = call_.members;
@@ -279,11 +289,16 @@ class Exchange {
 #endif
         continue;
       }
-      timespec limit = {time_t((until - now) / 1000000000), long((until - now) % 1000000000)};
-      syscall(SYS_futex, &slot_->changes, FUTEX_WAIT, changes, &limit, nullptr, 0);
+      sleep(changes, until - now);
     }
     call_.completed = 1;
     return true;
+  }
+
+  // Sleep until something has changed since `changes`, for so long at most.
+  void sleep(uint32_t changes, int64_t ns) const {
+    timespec limit = {time_t(ns / 1000000000), long(ns % 1000000000)};
+    syscall(SYS_futex, &slot_->changes, FUTEX_WAIT, changes, &limit, nullptr, 0);
   }
 
   // The parity flips when I have arrived, and only once before I arrive again.
@@ -320,6 +335,55 @@ class Exchange {
       parts[m] = m == call_.index ? own : buffer(m) + start;
     reduce_of(call_.type, call_.operation)(call_.members, call_.prescale, call_.postscale, parts,
                                            size / call_.itemsize, output, nullptr);
+  }
+
+  // A divided reduction. The ranges begin at lines of the cache.
+
+  int64_t start_of(int64_t member) const {
+    if (member == call_.members) return call_.nbytes;
+    return call_.nbytes / kLine * member / call_.members * kLine;
+  }
+
+  // Reduce my range, and wait for those of the others. False if the round was abandoned.
+  bool reduce_for_all() const {
+    int64_t start = start_of(call_.index), size = start_of(call_.index + 1) - start;
+    reduce(buffer(call_.index) + start, start, size, buffer(call_.index) + start);
+    uint32_t all = uint32_t(call_.members);
+    uint32_t seen = __atomic_add_fetch(&slot_->reduced, 1, __ATOMIC_SEQ_CST);
+    if (seen == all) wake_all(slot_);
+    int64_t until = nanoseconds() + kRangePatience * call_.timeout_ns;
+    for (;;) {
+      uint32_t changes = __atomic_load_n(&slot_->changes, __ATOMIC_SEQ_CST);
+      seen = __atomic_load_n(&slot_->reduced, __ATOMIC_SEQ_CST);
+      if (seen == all) return true;
+      if (seen & kAbandoned) return false;
+      int64_t now = nanoseconds();
+      if (now < until) {
+        sleep(changes, until - now);
+      } else if (__atomic_compare_exchange_n(&slot_->reduced, &seen, kAbandoned, false,
+                                             __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
+        wake_all(slot_);
+        return false;
+      }
+    }
+  }
+
+  bool take_ranges() const {
+    if (call_.tensors == 0) take_ranges(call_.output, 0, call_.nbytes);
+    for (int64_t t = 0, start = 0; t < call_.tensors; start += call_.sizes[t++])
+      take_ranges(call_.places[t], start, call_.sizes[t]);
+    return true;
+  }
+
+  // Copy what lies `start` behind the beginning of the data, from those who have reduced it.
+  void take_ranges(char* target, int64_t start, int64_t size) const {
+    for (int64_t m = 0, stop = start + size; m < call_.members && start < stop; ++m) {
+      int64_t end = start_of(m + 1) < stop ? start_of(m + 1) : stop;
+      if (end <= start) continue;
+      memcpy(target, buffer(m) + start, end - start);
+      target += end - start;
+      start = end;
+    }
   }
 
   void copy_all() const {

@@ -28,7 +28,9 @@ BOARD_BYTES = 8 << 10
 SMALL_SLOTS, SMALL_BYTES = 16, 4 << 10
 LARGE_SLOTS, LARGE_BYTES = 1, 1 << 20
 LARGE_SLOT_BYTES = LARGE_BYTES + 8 * MOST_RANKS  # numbers of rows stand in front of the data
-# Where every rank reads all data of all members: beyond this it is faster to go through the slots.
+# Of all members together. Beyond the first, more than two members divide a reduction; beyond the
+# second, it is faster to go through the slots where every rank reads all.
+DIVIDED_BYTES = 1 << 20
 MOST_TO_READ_BYTES = 2 << 20
 COPY = -1  # as an operation
 TAG_BITS = 45
@@ -51,7 +53,8 @@ class ShortCall(ctypes.Structure):
     _fields_ = (
         *((name, _Integer) for name in (
             "members", "index", "local_size", "slot", "tag", "data", "data_bytes", "type",
-            "operation", "itemsize", "root", "counts", "row_bytes", "scattered", "identity",
+            "operation", "itemsize", "root", "counts", "row_bytes", "scattered", "divided",
+            "identity",
         )),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
@@ -75,6 +78,7 @@ class Given(NamedTuple):
     counts: int = 0  # numbers of rows that each member tells: 0, 1, or one for each member
     row_bytes: int = 0  # where they are told
     scattered: bool = False  # whether no two members take the same
+    divided: bool = False  # whether each member reduces a range for all
 
 
 class ShortExchange:
@@ -155,7 +159,7 @@ class ShortExchange:
             call.data = BOARD_BYTES + 2 * (SMALL_SLOTS * SMALL_BYTES + number * LARGE_SLOT_BYTES)
             call.data_bytes = LARGE_SLOT_BYTES
         call.root, call.counts, call.row_bytes = given.root, given.counts, given.row_bytes
-        call.scattered = given.scattered
+        call.scattered, call.divided = given.scattered, given.divided
         if given.arithmetic is not None:
             found = codes(given.arithmetic)
             assert found is not None
