@@ -221,6 +221,8 @@ def _add_output_flags(parser: Parser) -> None:
 
 def _add_live_flags(parser: Parser) -> None:
     add = parser.add_argument_group("the job while it runs").add_argument
+    add("--live", action="store_true", dest="show_live",
+        help="show what the ranks do as a table below their output")  # fmt: skip
     add("--metrics-port", type=rank_number, metavar="PORT",
         help="serve the ranks' numbers to Prometheus; 0: any free port")  # fmt: skip
     add("--metrics-address", metavar="ADDRESS",

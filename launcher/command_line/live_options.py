@@ -17,11 +17,12 @@ class LiveOptions:
 
     metrics_port: int | None = None  # None: nothing is served; 0: any free port.
     metrics_address: str = LOOPBACK
+    show: bool = False  # As a table on the terminal.
 
     @property
     def counts(self) -> bool:
         """Whether the ranks must count."""
-        return self.metrics_port is not None
+        return self.show or self.metrics_port is not None
 
 
 NOT_SHOWN = LiveOptions()
@@ -34,4 +35,6 @@ def live_options(args: argparse.Namespace) -> LiveOptions:
         raise ConfigError("--metrics-address needs --metrics-port")
     if port is not None and port > HIGHEST_PORT:
         raise ConfigError(f"--metrics-port {port}: ports go up to {HIGHEST_PORT}")
-    return LiveOptions(port, args.metrics_address or LOOPBACK)
+    if args.show_live and args.debug_rank is not None:
+        raise ConfigError("--live contradicts --debug-rank, which gives the terminal to a rank")
+    return LiveOptions(port, args.metrics_address or LOOPBACK, args.show_live)

@@ -40,7 +40,7 @@ class Job(ABC):
         )  # fmt: skip
         self.loop = EventLoop()
         self.ending: Ending | None = None
-        self.live = LiveView(options.live, self.loop, self.say)
+        self.live = LiveView(options.live, self.loop, self.say, self.output.console)
 
     def run(self) -> JobOutcome:
         """Run to the end. When this returns, no process and no file of the job is left."""

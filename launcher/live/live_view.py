@@ -10,8 +10,11 @@ from hvdlite.common.connections.http_server import Content, HttpServer
 from hvdlite.launcher.command_line.live_options import LiveOptions
 from hvdlite.launcher.live.job_view import JobView
 from hvdlite.launcher.live.prometheus import CONTENT_TYPE, PrometheusPage
+from hvdlite.launcher.live.table import check_rich, lines_of
+from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
 
+STREAM = "stderr"  # Where the table is shown: standard output may go to a file.
 LOOK_SECONDS = 1.0
 METRICS_PATHS = ("/", "/metrics")
 
@@ -22,15 +25,31 @@ class LiveView:
     `say` prints a line of hvdlite-run's own.
     """
 
-    def __init__(self, options: LiveOptions, loop: EventLoop, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: LiveOptions,
+        loop: EventLoop,
+        say: Callable[[str], None],
+        console: Console,
+    ) -> None:
         """Begin to serve. Raises `ConfigError` where that cannot be."""
         self.job = JobView()
-        self._loop, self._say = loop, say
+        self._loop, self._say, self._console = loop, say, console
+        self._shown = options.show and self._can_show()
         self._servers: list[HttpServer] = []
         if options.metrics_port is not None:
             self._serve_metrics(options.metrics_address, options.metrics_port)
         if options.counts:
             loop.call_after(LOOK_SECONDS, self._look)
+
+    def _can_show(self) -> bool:
+        check_rich()
+        if self._console.is_terminal(STREAM):
+            return True
+        self._say(
+            "--live: standard error is no terminal, so no table is shown; slow ranks are named"
+        )
+        return False
 
     def _serve_metrics(self, address: str, port: int) -> None:
         page = PrometheusPage(self.job, self._loop.now)
@@ -57,6 +76,17 @@ class LiveView:
         straggler = self.job.look(self._loop.now())
         if straggler is not None:
             self._say(straggler.text)
+        if self._shown:
+            self._draw()
+
+    def _draw(self) -> None:
+        try:
+            size = self._console.size(STREAM)
+            lines = lines_of(self.job, self._loop.now(), *size)
+        except Exception as error:  # Such as a terminal that is gone: no reason to end a training.
+            self._shown, lines = False, []
+            self._say(f"--live: the table ends: {error}")
+        self._console.show(STREAM, lines)
 
     # -- what is told of ranks
 
@@ -72,5 +102,7 @@ class LiveView:
 
     def close(self) -> None:
         """Serve no longer; idempotent."""
+        self._shown = False
+        self._console.show(STREAM, ())
         for server in self._servers:
             server.close()

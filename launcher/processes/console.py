@@ -11,12 +11,12 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 LOOK_MILLISECONDS = 200
 DRAW_SECONDS = 0.1
-COLUMNS = 80  # where a terminal does not know its size
+COLUMNS, LINES = 80, 24  # where a terminal does not know its size
 ERASE = b"\r\x1b[K"
 
 
@@ -28,6 +28,7 @@ class Console:
         self._broken: set[str] = set()  # streams that nobody reads any more
         self._warned = False
         self._live: tuple[str, bytes] | None = None  # stream and text of the line that is redrawn
+        self._block: tuple[str, list[bytes]] = ("stderr", [])  # The lines that stand above it.
         self._drawn_at = 0.0
 
     def is_terminal(self, stream: str) -> bool:
@@ -39,9 +40,32 @@ class Console:
         """Write `text`; raises BrokenPipeError the first time that nobody reads `stream`."""
         if not text:
             return
+        self._erase_below()
+        self._write(stream, text)
+        self._draw_below()
+
+    def show(self, stream: str, lines: Sequence[str]) -> None:
+        """Show lines below everything else, in the place of those before; none: nothing."""
+        self._erase_below()
+        self._block = (stream, [line.encode(errors="replace") for line in lines])
+        self._draw_below()
+
+    def size(self, stream: str) -> tuple[int, int]:
+        """Return the columns and lines of a terminal."""
+        columns, lines = os.get_terminal_size(_descriptor(stream) or 2)
+        return columns or COLUMNS, lines or LINES
+
+    def _erase_below(self) -> None:
         if self._live is not None:
             self._write(self._live[0], ERASE)
-        self._write(stream, text)
+        stream, lines = self._block
+        if lines:
+            self._write(stream, b"\r\x1b[%dA\x1b[J" % len(lines))
+
+    def _draw_below(self) -> None:
+        stream, lines = self._block
+        if lines:
+            self._write(stream, b"".join(line + b"\n" for line in lines))
         if self._live is not None:
             self._write(*self._live)
 

@@ -146,8 +146,8 @@ class CollectiveSettings:
     )  # fmt: skip
     live: bool = setting(
         False, "LIVE", boolean,
-        "Count what each rank does while it runs, for hvd.metrics() and hvdlite-run "
-        "--metrics-port, which sets it.",
+        "Count what each rank does while it runs, for hvd.metrics(); hvdlite-run "
+        "--live and --metrics-port set it.",
         yaml="live.enabled", alias=False,
     )  # fmt: skip
     check_weights: int = setting(

@@ -17,6 +17,7 @@ from hvdlite.launcher.live.job_view import FAILURE, JobView
 from hvdlite.launcher.live.live_view import LiveView
 from hvdlite.launcher.live.prometheus import PrometheusPage
 from hvdlite.launcher.live.stragglers import Straggler
+from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "dashboard.json"
@@ -92,12 +93,12 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 def test_a_port_that_is_taken() -> None:
     pytest.importorskip("prometheus_client")
     loop, said = EventLoop(), list[str]()
-    first = LiveView(LiveOptions(0), loop, said.append)
+    first = LiveView(LiveOptions(0), loop, said.append, Console())
     port = int(re.search(r"http://127\.0\.0\.1:(\d+)/metrics", said[0])[1])  # type: ignore[index]
     with pytest.raises(ConfigError, match=rf"--metrics-port {port}: .*in use"):
-        LiveView(LiveOptions(port), loop, said.append)
+        LiveView(LiveOptions(port), loop, said.append, Console())
     with pytest.raises(ConfigError, match=r"cannot listen at 203\.0\.113\.1"):
-        LiveView(LiveOptions(0, "203.0.113.1"), loop, said.append)
+        LiveView(LiveOptions(0, "203.0.113.1"), loop, said.append, Console())
     first.close()
     loop.close()
 
