@@ -79,7 +79,8 @@ namespace {
 constexpr int kTagBits = 45, kDeclineBits = 19;
 constexpr uint64_t kDeclines = (1 << kDeclineBits) - 1;  // a number of declines, which wraps around
 constexpr uint64_t kCount = (1 << 9) - 1;
-constexpr uint32_t kAbandoned = 1u << 31;  // instead of a number of members
+constexpr uint32_t kAbandoned = 1u << 31;  // beside the number of members that have reduced,
+constexpr uint32_t kLeft = 1u << 16;       // and that of those that have left since
 constexpr int64_t kRangePatience = 10;     // so many times longer than for members, for their ranges
 
 // The start of the memory of the host's first rank.
@@ -142,7 +143,7 @@ class Exchange {
   void take() {
     if (call_.parity < 0) return;
     parity_ = uint64_t(call_.parity);
-    if (call_.divided) call_.completed = reduce_for_all() && take_ranges();
+    if (call_.divided) call_.completed = take_divided();
     else if (call_.tensors > 0) reduce_in_places();
     else if (call_.output != nullptr && call_.operation >= 0) reduce_range();
     else if (call_.output != nullptr) copy_all();
@@ -241,7 +242,6 @@ class Exchange {
       if (last) {
         if (next.staying > 0) return false;
         __atomic_store_n(&slot_->began_ns, came_ns_, __ATOMIC_RELAXED);
-        __atomic_store_n(&slot_->reduced, 0, __ATOMIC_RELAXED);
         next.parity ^= 1;
         next.arrived = 0;
         next.staying = call_.members;
@@ -344,6 +344,16 @@ class Exchange {
     return call_.nbytes / kLine * member / call_.members * kLine;
   }
 
+  // Of the members that are all still staying, the last one clears what was counted.
+  bool take_divided() const {
+    bool done = reduce_for_all();
+    if (done) take_ranges();
+    uint32_t left = __atomic_add_fetch(&slot_->reduced, kLeft, __ATOMIC_SEQ_CST);
+    if ((left & ~kAbandoned) / kLeft == uint32_t(call_.members))
+      __atomic_store_n(&slot_->reduced, 0, __ATOMIC_SEQ_CST);
+    return done;
+  }
+
   // Reduce my range, and wait for those of the others. False if the round was abandoned.
   bool reduce_for_all() const {
     int64_t start = start_of(call_.index), size = start_of(call_.index + 1) - start;
@@ -355,12 +365,12 @@ class Exchange {
     for (;;) {
       uint32_t changes = __atomic_load_n(&slot_->changes, __ATOMIC_SEQ_CST);
       seen = __atomic_load_n(&slot_->reduced, __ATOMIC_SEQ_CST);
-      if (seen == all) return true;
       if (seen & kAbandoned) return false;
+      if (seen % kLeft == all) return true;
       int64_t now = nanoseconds();
       if (now < until) {
         sleep(changes, until - now);
-      } else if (__atomic_compare_exchange_n(&slot_->reduced, &seen, kAbandoned, false,
+      } else if (__atomic_compare_exchange_n(&slot_->reduced, &seen, seen | kAbandoned, false,
                                              __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
         wake_all(slot_);
         return false;
@@ -368,11 +378,10 @@ class Exchange {
     }
   }
 
-  bool take_ranges() const {
+  void take_ranges() const {
     if (call_.tensors == 0) take_ranges(call_.output, 0, call_.nbytes);
     for (int64_t t = 0, start = 0; t < call_.tensors; start += call_.sizes[t++])
       take_ranges(call_.places[t], start, call_.sizes[t]);
-    return true;
   }
 
   // Copy what lies `start` behind the beginning of the data, from those who have reduced it.
