@@ -16,6 +16,7 @@ from hvdlite.common.gradients.buckets import single_and_grouped
 from hvdlite.common.gradients.compressed_bucket import Part
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.gradients.weights_check import WeightsCheck
+from hvdlite.common.plain.compression import COMPLEX
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation.strategies import Gradient
 from hvdlite.torch import mpi_ops
@@ -90,6 +91,8 @@ class Reducer(reducer.Reducer):
         return waits + [self._start_sparse(name, gradient) for name, gradient in sparse]
 
     def _start_compressed(self, bucket: Gradients, feedback: BackgroundExchange) -> Wait:
+        if any(each.is_complex() for each in bucket.values()):
+            raise ValueError(COMPLEX)
         copies = [
             each.detach().to("cpu", torch.float32, copy=True).contiguous()
             for each in bucket.values()

@@ -71,6 +71,53 @@ def test_a_session_makes_the_steps_of_the_model() -> None:
             np.testing.assert_allclose(values[number], expected, atol=5e-5)
 
 
+def test_ranks_with_different_compressors_are_told_so() -> None:
+    """Also where there are several buckets, of which the others wait for each."""
+
+    def main(rank: int) -> None:
+        import keras
+
+        variables = [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0),
+            compression=hvd.Compression.none if rank else hvd.Compression.int8(),
+            groups=[[variable] for variable in variables],
+        )
+        gradients = [tf.ones(shape) for shape in SHAPES]
+        with pytest.raises(Exception, match="int8"):
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    run_ranks(2, main)
+
+
+def test_two_optimizers_in_one_function_whose_variables_have_the_same_names() -> None:
+    def main(rank: int) -> Any:
+        import keras
+
+        pairs = []
+        for _ in range(2):
+            variable = keras.Variable(np.zeros((8, 12), np.float32), name="kernel")
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.SGD(1.0), compression=hvd.Compression.int8()
+            )
+            optimizer.build([variable])
+            pairs.append((optimizer, variable))
+
+        @tf.function
+        def step(scale: Any) -> None:
+            for number, (optimizer, variable) in enumerate(pairs):
+                gradient = tf.ones((8, 12)) * scale * float(number + 1)
+                optimizer.apply_gradients([(gradient, variable)])
+
+        for _ in range(3):
+            step(tf.constant(float(rank + 1)))
+        return [variable.numpy() for _, variable in pairs]
+
+    for first, second in run_ranks(2, main):
+        np.testing.assert_allclose(first, np.full((8, 12), -4.5), atol=1e-4)
+        np.testing.assert_allclose(second, np.full((8, 12), -9.0), atol=1e-4)
+
+
 def test_a_tape_has_no_place_for_what_was_not_sent() -> None:
     def main(rank: int) -> None:
         with (

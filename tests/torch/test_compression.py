@@ -369,14 +369,76 @@ def test_a_rank_may_join_others_that_go_on(compressor: FeedbackCompressor) -> No
         assert np.isfinite(first[-1][name]).all()
 
 
-def test_int8_says_that_a_rank_has_joined() -> None:
+@pytest.mark.parametrize("names", [list(SHAPES), ["bias"]], ids=["", "a block for one rank"])
+def test_int8_says_that_a_rank_has_joined(names: list[str]) -> None:
+    """No world is lost by it, so that an elastic job does not try again and again."""
+
     def main(rank: int) -> None:
-        named = parameters()
+        every = parameters()
+        named = {name: every[name] for name in names}
         optimizer = distributed(named, hvd.Compression.int8())
         train(optimizer, named, rank, range(1))
-        if rank == 0:
-            with pytest.raises(HorovodInternalError, match="a rank has joined"):
+        if rank != 1:
+            with pytest.raises(HorovodInternalError, match="a rank has joined") as caught:
                 train(optimizer, named, rank, range(1, 2))
+            assert caught.value.job_goes_on
         hvd.join()
+
+    run_ranks(SIZE, main)
+
+
+def test_powersgd_finds_what_comes_after_a_step_of_zeros() -> None:
+    """The first rows stay zero, as those of an embedding that nobody looks up."""
+
+    def main(rank: int) -> Any:
+        weight = torch.nn.Parameter(torch.zeros(32, 20))
+        optimizer = distributed({"weight": weight}, hvd.Compression.powersgd(2))
+        for step in range(40):
+            weight.grad = torch.zeros(32, 20)
+            if step:
+                weight.grad[8:] = 1.0
+            optimizer.step()
+        return weight.detach().numpy()
+
+    for found in run_ranks(2, main):
+        np.testing.assert_allclose(found[8:], -39.0, rtol=0.1)
+        np.testing.assert_allclose(found[:8], 0.0, atol=1e-6)
+
+
+def test_powersgd_goes_on_after_an_overflow() -> None:
+    def main(rank: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(32, 20))
+        optimizer = distributed({"weight": weight}, hvd.Compression.powersgd(2))
+        for value in (3e38, 1.0, 1.0):
+            weight.grad = torch.full((32, 20), value)
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert weight.grad is not None and torch.isfinite(weight.grad).all()
+
+    run_ranks(2, main)
+
+
+@every_compressor
+def test_a_tensor_without_elements(compressor: FeedbackCompressor) -> None:
+    def main(rank: int) -> None:
+        empty = torch.nn.Parameter(torch.zeros(0, 3))
+        optimizer = distributed({"empty": empty}, compressor)
+        for _ in range(3):
+            empty.grad = torch.zeros(0, 3)
+            optimizer.step()
+
+    run_ranks(2, main)
+
+
+def test_what_is_refused() -> None:
+    def main(rank: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+        with pytest.raises(ValueError, match=r"give one, such as Compression.powersgd\(4\)"):
+            distributed({"weight": weight}, hvd.Compression.powersgd)
+        optimizer = distributed({"weight": weight}, hvd.Compression.int8())
+        weight.grad = torch.ones(4, dtype=torch.complex64)
+        with pytest.raises(ValueError, match="no complex gradients"):
+            optimizer.step()
 
     run_ranks(2, main)

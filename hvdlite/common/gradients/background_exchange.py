@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.gradients.compressed_bucket import RUNNER, Bucket, Part
 from hvdlite.common.gradients.compressed_exchange import CompressedBucket
 from hvdlite.common.gradients.error_feedback import FeedbackState
 from hvdlite.common.plain.handles import Handle
-from hvdlite.common.runtime.current import use
+from hvdlite.common.runtime.current import for_collective, use
 from hvdlite.common.runtime.runtime import Runtime
 
 
@@ -43,6 +44,7 @@ class BackgroundExchange:
         self._ready: deque[_Running] = deque()
         self._open = 0  # exchanges that have not ended
         self._works = False  # whether there is a thread
+        self._refused: tuple[object, Exception] | None = None  # the era in which ranks disagreed
 
     def submit(
         self, parts: Sequence[Part], runtime: Runtime, first: tuple[str, tuple[int, ...], str]
@@ -111,7 +113,14 @@ class BackgroundExchange:
         """Agree with other ranks if an era has begun: on the compressor, then on what is shared."""
         if self.state.begun:
             return
+        era = for_collective().era(self.state.process_set)
+        if self._refused is not None and self._refused[0] is era:
+            raise self._refused[1]  # The others have failed as well, and send nothing any more.
         name, shape, dtype = first
         options = self._reduction.options._replace(settings=self._reduction.compression_label)
-        RUNNER.run("allreduce", [np.zeros(shape, dtype)], name, options)
+        try:
+            RUNNER.run("allreduce", [np.zeros(shape, dtype)], name, options)
+        except HorovodInternalError as error:
+            self._refused = era, error
+            raise
         self.state.begin(name)

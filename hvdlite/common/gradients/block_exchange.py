@@ -33,7 +33,9 @@ def blockwise(bucket: Bucket, code: BlockCode) -> Exchange:
     own = bucket.state.process_set.rank() or 0
     first = sum(shares[:own])
     if len(received) != shares[own] * bucket.members:
-        raise HorovodInternalError(_JOINED.format(bucket.state.compressor))
+        # A rank without a share cannot see it here, but that these sums are missing.
+        yield bucket.start("allgather", "sums", coded[:0])
+        raise _joined(bucket)
     counted = counts[first : first + shares[own]]
     total = np.zeros((shares[own], code.block), np.float32)
     for rank in range(bucket.members):
@@ -49,7 +51,7 @@ def blockwise(bucket: Bucket, code: BlockCode) -> Exchange:
             residual[begin - place : end - place] += total[begin - first : end - first]
     (sums,) = yield operation
     if len(sums) != len(coded):
-        raise HorovodInternalError(_JOINED.format(bucket.state.compressor))
+        raise _joined(bucket)
     for part, residual, place in zip(bucket.parts, residuals, places, strict=False):
         rows = sums[place : place + len(residual)]
         if np.isfinite(code.scales(rows)).all():
@@ -58,10 +60,12 @@ def blockwise(bucket: Bucket, code: BlockCode) -> Exchange:
             fail(part, residual)
 
 
-_JOINED = (
-    "a rank has joined, and Compression.{} needs all ranks in each step: give all ranks as many "
-    "batches, or use Compression.powersgd or topk"
-)
+def _joined(bucket: Bucket) -> HorovodInternalError:
+    return HorovodInternalError(
+        f"a rank has joined, and Compression.{bucket.state.compressor} needs all ranks in each "
+        "step: give all ranks as many batches, or use Compression.powersgd or topk",
+        job_goes_on=True,
+    )
 
 
 def _counts(size: int, block: int) -> Array:

@@ -62,6 +62,12 @@ class ReductionConfig:
     segmentation: Strategy | None = None
 
     def __post_init__(self) -> None:
+        if not hasattr(self.compression, "compress") and callable(self.compression):
+            name = getattr(self.compression, "__name__", self.compression)
+            raise ValueError(
+                f"compression=Compression.{name} makes compressors: give one, such as "
+                f"Compression.{name}({'4' if name == 'powersgd' else ''})"
+            )
         strategy = self.segmentation
         if strategy is not None and strategy != Threshold() and not self.fusable:
             raise ValueError(

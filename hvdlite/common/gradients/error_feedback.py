@@ -65,6 +65,11 @@ class FeedbackState:
             self.steps[name] = self.steps.get(name, 0) + 1
         return before
 
+    def forget(self, name: str) -> None:
+        """Begin anew with this name, which is that of another gradient from now on."""
+        for known in (self.residuals, self.factors, self.steps):
+            known.pop(name, None)
+
     def begin(self, label: str) -> None:
         """Make factors and steps equal on all ranks, if an era has begun; blocks then.
 

@@ -77,9 +77,15 @@ def _second_factors(
             _subtract_product(matrix, base, right)
     yield operation
     for base, right, (part, matrix, factor) in zip(bases, rights, matrices, strict=True):
-        if base is not None:
-            np.multiply(right, np.float32(bucket.factor), out=factor)
-            np.matmul(base, factor.T, out=part.values.reshape(matrix.shape))
+        if base is None:
+            continue
+        if not is_finite(right.reshape(-1)):
+            fail(part, matrix)
+            continue
+        np.multiply(right, np.float32(bucket.factor), out=right)
+        np.matmul(base, right.T, out=part.values.reshape(matrix.shape))
+        # A column of zeros would find nothing in any later step.
+        np.copyto(factor, right, where=right.any(axis=0))
 
 
 def _subtract_product(matrix: Array, base: Array, right: Array) -> None:

@@ -38,6 +38,7 @@ class Reducer(ABC):
         if isinstance(reduction.compression, FeedbackCompressor):
             state = FeedbackState(reduction.compression, reduction.process_set)
             self.feedback = BackgroundExchange(state, reduction)
+        self._source_of: dict[str, int] = {}  # By the names of residuals.
         self.reduction = reduction
         self.segments = SegmentPlan(reduction, groups is not None)
         self.local = LocalSources(self.sources)
@@ -72,6 +73,7 @@ class Reducer(ABC):
         if not self.reduction.active:
             return list(gradients)
         names = names or self.sources.names_of(self._prefix, sources)
+        self._forget_residuals_of_others(names, sources)
         is_local = self.local.pick(sources)
         shared = {
             name: (gradient, source)
@@ -89,6 +91,19 @@ class Reducer(ABC):
             reduced[name] if name in shared else self._scaled(gradient)
             for name, gradient in zip(names, gradients, strict=True)
         ]
+
+    def _forget_residuals_of_others(self, names: Sequence[str], sources: Sequence[Any]) -> None:
+        """Let no gradient get what another one of its name has left: calls may be of some sources.
+
+        All ranks call it alike, so they forget alike.
+        """
+        if self.feedback is None:
+            return
+        for name, source in zip(names, sources, strict=True):
+            key = self.sources.key_of(source)
+            if self._source_of.setdefault(name, key) != key:
+                self._source_of[name] = key
+                self.feedback.state.forget(name)
 
     @abstractmethod
     def send(

@@ -37,7 +37,8 @@ def topk(bucket: Bucket, compressor: TopK) -> Exchange:
     message = np.concatenate([places.view(np.uint8), values.view(np.uint8)])
     (received,) = yield bucket.start("allgather", "largest", message)
     # A rank that has joined has sent nothing.
-    messages = received.reshape(-1, 2, message.nbytes // 2)
+    ranks = received.size // max(message.nbytes, 1)
+    messages = received.reshape(ranks, 2, message.nbytes // 2)
     every_place, every_value = messages[:, 0].view(np.int32), messages[:, 1].view(np.float32)
     for part, residual, start, end in zip(bucket.parts, residuals, ends, ends[1:], strict=False):
         if np.isfinite(every_value[:, start:end]).all():

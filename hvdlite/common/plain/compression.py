@@ -38,6 +38,12 @@ class NoneCompressor(Compressor):
 # in the optimizer: see common/gradients/error_feedback.py.
 
 
+COMPLEX = (
+    "compressors with error feedback take no complex gradients: use Compression.none for the "
+    "optimizer of these parameters"
+)
+
+
 @dataclass(frozen=True)
 class FeedbackCompressor:
     """A compressor that adds to each gradient what it has not sent of the ones before."""

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.compressed_bucket import Part
+from hvdlite.common.plain.compression import COMPLEX
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter, aligned_empty
 from hvdlite.common.runtime.current import finder
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -66,7 +67,12 @@ class CompressedCall:
 
 
 def _flat_copy(array: Array) -> Array:
-    """Return the elements as float32, in memory that a tensor can have."""
+    """Return the elements as float32, in memory that a tensor can have.
+
+    Raises `ValueError` for complex numbers.
+    """
+    if np.iscomplexobj(array):
+        raise ValueError(COMPLEX)
     copy: Array = aligned_empty((math.prod(array.shape),), np.dtype(np.float32))
     copy[...] = array.reshape(-1)
     return copy

@@ -60,11 +60,12 @@ class _CompressedBucket:
         self,
         names: Sequence[str],
         gradients: Sequence[tf.Tensor],
+        keys: Sequence[str],
         feedback: BackgroundExchange,
         first: tuple[str, tuple[int, ...], str],
     ) -> None:
         self.names = names
-        self.calls = [CompressedCall(gradients, [*map(_name, names)], feedback, first)]
+        self.calls = [CompressedCall(gradients, keys, feedback, first)]
 
     def receive(self, outputs: Outputs) -> list[Gradient]:
         return list(outputs[0])
@@ -171,11 +172,18 @@ def _compressed_buckets(
     if not gradients:
         return []
     _, buckets = single_and_grouped(list(gradients), groups, segmented=True)
+    keys = {name: _name(name) for name in gradients}
     name, tensor = next(iter(gradients.items()))
     shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else ()
-    first = (name, shape, tensor.dtype.name)
+    first = (keys[name], shape, tensor.dtype.name)
     return [
-        _CompressedBucket(names, [gradients[name] for name in names], feedback, first)
+        _CompressedBucket(
+            names,
+            [gradients[name] for name in names],
+            [keys[name] for name in names],
+            feedback,
+            first,
+        )
         for names in buckets
     ]
 

@@ -12,7 +12,7 @@ from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.gradients.compressed_bucket import Bucket, Part
 from hvdlite.common.gradients.compressed_exchange import CompressedBucket
 from hvdlite.common.gradients.error_feedback import FeedbackState
-from hvdlite.common.plain.compression import FeedbackCompressor
+from hvdlite.common.plain.compression import COMPLEX, FeedbackCompressor
 from hvdlite.torch.optimizer.in_flight import PendingGradient, check_and_wait
 
 
@@ -36,8 +36,11 @@ class FeedbackInFlight:
         self._bucket = CompressedBucket(Bucket.of(parts, state, reduction, options.settings))
 
     def advance(self) -> None:
-        """Go on as far as is possible without waiting."""
-        self._bucket.advance()
+        """Go on as far as is possible without waiting; `wait` raises the errors."""
+        try:
+            self._bucket.advance()
+        except Exception as error:
+            self._error = error
 
     def advance_by_one(self) -> None:
         """Wait for what is in flight, and start what comes next; `wait` raises the errors."""
@@ -76,7 +79,12 @@ def _unpack(pending: PendingGradient) -> None:
 
 
 def packed_for(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense gradient as contiguous float32 on the host: itself, where it is that."""
+    """Return a dense gradient as contiguous float32 on the host: itself, where it is that.
+
+    Raises `ValueError` for complex numbers.
+    """
+    if gradient.is_complex():
+        raise ValueError(COMPLEX)
     host = gradient.detach().to("cpu", torch.float32)
     if host.is_contiguous() and host.data_ptr() == gradient.data_ptr():
         return gradient
@@ -100,7 +108,14 @@ class Feedback:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load what `save` has returned; see `FeedbackState.load`."""
-        self.state.load(saved)
+        self.state.load(
+            {
+                key: {name: torch.as_tensor(each).cpu().numpy() for name, each in value.items()}
+                if key in ("factors", "residuals")
+                else value
+                for key, value in saved.items()
+            }
+        )
 
 
 def _with_tensors(saved: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class ShardedExchange:
     """The exchange of one optimizer; what `GradientExchange` is for one whose state is whole."""
 
     busy = False  # Nothing is sent before the step.
+    feedback = None  # Compressors that need it are refused.
 
     def __init__(
         self,
