@@ -168,7 +168,8 @@ class Exchange:
         if not self._steps:
             self._steps = True
             label = f"{self.settings.prefix}.{len(names)}.{names[0] if names else ''}"
-            self._check = check_by_setting(label, reduction.process_set)
+            # A model that fit builds has the weights of rank 0 only after its first batch.
+            self._check = check_by_setting(label, reduction.process_set, first=2)
         if self._check is None:
             return
         optimizer = self._optimizer()

@@ -39,6 +39,8 @@ def of_tensor(name: str, tensor: torch.Tensor) -> Compared:
 
 def sums_on_device(flat: torch.Tensor) -> Array:
     """Return what `sums_of` returns, computed where the bytes are: integers of 64 bits wrap."""
+    if flat.storage_offset() % 8:  # A part of a buffer, which torch does not see as words.
+        flat = flat.clone()
     missing, whole = -flat.numel() % BLOCK_BYTES, flat.numel() // BLOCK_BYTES * BLOCK_BYTES
     signed = torch.from_numpy(factors().view(np.int64)).to(flat.device)
     sums = [

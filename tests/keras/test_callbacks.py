@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvdlite import numpy as hvd
+from hvdlite.common.plain.config import Config
 from hvdlite.keras import DistributedOptimizer, callbacks
 from hvdlite.keras.framework import LEGACY, keras
 from tests.ranks import run_ranks
@@ -173,14 +174,19 @@ class Later(keras.Model):  # type: ignore[misc]
         return inputs
 
 
-def test_a_model_that_is_built_by_fit() -> None:
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_model_that_is_built_by_fit(every: int) -> None:
+    """Ranks have the same weights after the first batch, which is early enough for a check."""
+
     def main(rank: int) -> np.ndarray:
         model = Later(float(rank))
-        model.compile(sgd(), loss="mse", run_eagerly=True)
-        fit(model, callbacks.BroadcastGlobalVariablesCallback(0))
+        optimizer = DistributedOptimizer(sgd()) if every else sgd()
+        model.compile(optimizer, loss="mse", run_eagerly=True)
+        for _ in range(3):
+            fit(model, callbacks.BroadcastGlobalVariablesCallback(0))
         return np.array(model.get_weights()[0])
 
-    first, second = run_ranks(2, main)
+    first, second = run_ranks(2, main, config=Config(check_weights=every))
     np.testing.assert_array_equal(first, second)
 
 

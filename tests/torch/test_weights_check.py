@@ -244,3 +244,7 @@ def test_nothing_is_compared_without_the_setting() -> None:
 def test_sums_of_devices_are_those_of_numpy(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     assert sums_on_device(torch.from_numpy(data)).tolist() == sums_of(data).tolist()
+    part = torch.from_numpy(np.concatenate([data[:4], data]))[
+        min(size, 4) :
+    ]  # No word begins there.
+    assert sums_on_device(part).tolist() == sums_of(data).tolist()

@@ -31,9 +31,13 @@ class WeightsCheck:
     whose steps were uneven count alike after a join, and so do the ranks of a new world.
     """
 
-    def __init__(self, label: str, process_set: ProcessSet, every: int) -> None:
-        """Check ranks of the set; they give the same `label`, which no other check has."""
-        self._label, self._process_set, self._every = label, process_set, every
+    def __init__(self, label: str, process_set: ProcessSet, every: int, first: int = 1) -> None:
+        """Check ranks of the set; they give the same `label`, which no other check has.
+
+        The first check is that of the step `first`.
+        """
+        self._label, self._process_set = label, process_set
+        self._every, self._first = every, first
         self._era: object = None
         self._steps = self._equal_at = 0
 
@@ -43,7 +47,9 @@ class WeightsCheck:
         if era is not self._era:
             self._era, self._steps, self._equal_at = era, 0, 0
         self._steps += 1
-        return self._steps == 1 or self._steps % self._every == 0
+        return self._steps == self._first or (
+            self._steps > self._first and self._steps % self._every == 0
+        )
 
     def compare(self, tensors: Iterable[Compared]) -> None:
         """Raise `RuntimeError` on all ranks where two have a tensor otherwise."""
@@ -62,8 +68,8 @@ class WeightsCheck:
             self.compare(tensors())
 
 
-def check_by_setting(label: str, process_set: ProcessSet) -> WeightsCheck | None:
+def check_by_setting(label: str, process_set: ProcessSet, first: int = 1) -> WeightsCheck | None:
     """Return a check where the settings ask for one."""
     runtime = find()
     every = 0 if runtime is None else runtime.config.check_weights
-    return WeightsCheck(label, process_set, every) if every else None
+    return WeightsCheck(label, process_set, every, first) if every else None

@@ -77,6 +77,9 @@ def _models_of(optimizer: Optimizer) -> list[_Model]:
     for model in objects:
         if not issubclass(type(model), DistributedDataParallel):
             continue
+        hooks = getattr(model, "_comm_hooks", ())  # Local SGD: ranks differ between two averages.
+        if any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in hooks):
+            continue
         names = {
             parameter: name
             for name, parameter in model.module.named_parameters()
