@@ -17,7 +17,6 @@ from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.cluster_options import ClusterOptions
 from hvdlite.launcher.decisions.first_failure import Failure
 from hvdlite.launcher.jobs.job import FixedJob
-from hvdlite.launcher.processes.console import say
 
 if TYPE_CHECKING:
     from hvdlite.ps.scheduler.hosted import HostedScheduler
@@ -119,7 +118,9 @@ class ClusterProcesses:
         process.restarts += 1
         count = f"{process.restarts} of {self._cluster.restarts}"
         name = signal.Signals(-code).name
-        say(f"{process.name} was killed by {name}: it is started again ({count}, --ps-restarts)")
+        self._job.say(
+            f"{process.name} was killed by {name}: it is started again ({count}, --ps-restarts)"
+        )
         # What its children do would disturb the next one.
         process.agent.send("signal", int(signal.SIGKILL), [process.number])
         del self._processes[process.number]
@@ -133,7 +134,7 @@ class ClusterProcesses:
         if code and not self._ending:
             self._codes[process.key] = code
             why = Failure(process.key, code if code > 0 else 128 - code)
-            say(f"{why}: the other workers go on".replace("rank", "worker", 1))
+            self._job.say(f"{why}: the other workers go on".replace("rank", "worker", 1))
         else:
             heard.end(process.key, code)
         if len(heard.codes) + len(self._codes) == self._job.options.num_proc:

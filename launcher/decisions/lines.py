@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from hvdlite.launcher.decisions.workers import Worker
@@ -111,7 +112,16 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def first_world(world: World) -> str:
     """Return the line for the first world."""
-    return f"world {world.epoch} has {count(len(world.members), 'rank')} ({placed(world)})"
+    return f"{_world(world)} ({placed(world)})"
+
+
+def _world(world: World) -> str:
+    return f"world {world.epoch} has {count(len(world.members), 'rank')}"
+
+
+def tells_of_world(line: str) -> bool:
+    """Return whether a line is that of a world."""
+    return bool(re.search(r"\bworld \d+ has \d+ ranks?\b", line))
 
 
 def _spell(seconds: float) -> str:
@@ -122,7 +132,7 @@ def _spell(seconds: float) -> str:
 
 def next_world(old: World, new: World, cause: str, seconds: float, redone: bool) -> str:
     """Return the line for a world that follows another."""
-    parts = [f"{_spell(seconds)}, world {new.epoch} has {count(len(new.members), 'rank')}"]
+    parts = [f"{_spell(seconds)}, {_world(new)}"]
     parts += filter(None, [renumbered(old, new)])
     if not redone:
         parts.append("nothing is redone")

@@ -18,6 +18,7 @@ from hvdlite.launcher.agents.channel import BEATS
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from hvdlite.launcher.decisions.commands import StartWorker
+from hvdlite.launcher.decisions.lines import tells_of_world
 from hvdlite.launcher.elastic.driving import Driving
 from hvdlite.launcher.elastic.worker_processes import WorkerProcesses
 from hvdlite.launcher.hosts.hosts import Host
@@ -28,7 +29,7 @@ from hvdlite.launcher.hosts.unreachable import (
     spell_end,
 )
 from hvdlite.launcher.jobs.job import Job
-from hvdlite.launcher.live.job_view import WORLD
+from hvdlite.launcher.live.job_view import OTHER, WORLD
 from hvdlite.launcher.processes.leading_process import LeadingProcess
 
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
@@ -109,7 +110,7 @@ class HostAgents(Driving):
 
     def say(self, line: str) -> None:
         """Print a line of hvdlite-run's own."""
-        self._job.live.note(WORLD, line)
+        self._job.live.note(WORLD if tells_of_world(line) else OTHER, line)
         self._job.say(line)
 
     def signal_all(self, signal_number: int) -> None:

@@ -22,6 +22,7 @@ STILL_SECONDS, STILL_STEPS = 5.0, 5
 SILENT_SECONDS = 5.0  # A rank sends each second.
 
 WORLD, STALL, FAILURE, STRAGGLER = KINDS = ("world", "stall", "failure", "straggler")
+OTHER = ""  # The kind of events that are not counted.
 
 
 class Moment(NamedTuple):
@@ -128,7 +129,8 @@ class JobView:
 
     def note(self, kind: str, text: str, now: float) -> None:
         """Keep an event."""
-        self.counted[kind] += 1
+        if kind:
+            self.counted[kind] += 1
         self.events.append(Event(now, kind, " ".join(text.split())[:LONGEST_EVENT]))
 
     def paces(self, now: float) -> list[Pace]:

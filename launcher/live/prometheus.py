@@ -79,6 +79,8 @@ class PrometheusPage:
         if straggler is not None:
             family = self._family(of["straggler_seconds"], *OF_A_RANK)
             for number in straggler.ranks:
+                if number not in self._job.ranks:  # It was one of the world before.
+                    continue
                 place = [str(number), self._job.ranks[number].host]
                 family.add_metric([*place, straggler.cause], straggler.seconds)
             yield family

@@ -42,7 +42,8 @@ def lines_of(job: JobView, now: float, columns: int, height: int) -> list[str]:
         for event in list(job.events)[-EVENTS_SHOWN:]:
             text = f"{_spell_long(now - event.at)} ago: {event.text}"
             console.print(text, no_wrap=True, overflow="ellipsis", markup=False, highlight=False)
-    return captured.get().splitlines()
+    # What is higher than the terminal could not be erased.
+    return captured.get().splitlines()[: max(height - 2, 1)]
 
 
 def _table(job: JobView, now: float, most: int) -> Any:
@@ -51,7 +52,8 @@ def _table(job: JobView, now: float, most: int) -> Any:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("host", "rank"):
         table.add_column(name, no_wrap=True)
-    table.add_column("".join(f"{sign} {name.removeprefix('exchange_')} " for name, sign in PARTS))
+    parts = " ".join(f"{sign} {name.removeprefix('exchange_')}" for name, sign in PARTS)
+    table.add_column(parts, no_wrap=True)
     for name in ("steps/s", "compute", "data", "hidden", "waited", "memory", ""):
         table.add_column(name, justify="right", no_wrap=True)
     ranks = sorted(job.ranks.values(), key=lambda rank: (rank.host, rank.rank))

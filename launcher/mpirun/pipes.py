@@ -183,7 +183,8 @@ class Pipes:
         if token:
             self._event(token + rest)
         if text or not token:
-            self.output.feed(rank, stream, text + b"\n")
+            # The newline belongs to the event, where there is one: the line of the rank goes on.
+            self.output.feed(rank, stream, text if token else text + b"\n")
 
     def _own_line(self, line: bytes) -> None:
         _, token, rest = line.partition(self.token.encode())

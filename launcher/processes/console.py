@@ -41,8 +41,10 @@ class Console:
         if not text:
             return
         self._erase_below()
-        self._write(stream, text)
-        self._draw_below()
+        try:
+            self._write(stream, text)
+        finally:
+            self._draw_below()
 
     def show(self, stream: str, lines: Sequence[str]) -> None:
         """Show lines below everything else, in the place of those before; none: nothing."""

@@ -279,7 +279,8 @@ class Launcher(Driving):
         nothing = lambda *_: None  # noqa: E731
         options = SimpleNamespace(command=["python", "train.py"], as_horovod=False)
         output = SimpleNamespace(feed=nothing, begin=nothing, end=lambda number: None)
-        job: Any = SimpleNamespace(options=options, output=output)
+        live = SimpleNamespace(note=nothing)
+        job: Any = SimpleNamespace(options=options, output=output, live=live)
         description: Any = SimpleNamespace(keep_answer=nothing)
         self.workers = worker_processes.WorkerProcesses(job, description, self.driver)
 

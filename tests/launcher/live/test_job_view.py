@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.common.plain.metrics import METRICS, Sample, pack
-from hvdlite.launcher.live.job_view import MOST_EVENTS, MOST_MOMENTS, STALL, JobView
+from hvdlite.launcher.live.job_view import MOST_EVENTS, MOST_MOMENTS, OTHER, STALL, JobView
 
 
 def line(rank: int = 0, size: int = 2, tensor: str = "", **values: float) -> str:
@@ -68,6 +70,8 @@ def test_events_are_counted_and_the_last_are_kept() -> None:
     assert job.counted[STALL] == 30
     assert len(job.events) == MOST_EVENTS
     assert job.events[-1].text == "29 of it"
+    job.note(OTHER, "no slots", 31.0)
+    assert job.events[-1].text == "no slots" and job.counted.total() == 30
 
 
 VALUES = st.dictionaries(
@@ -77,6 +81,12 @@ VALUES = st.dictionaries(
 LINES = st.text() | st.builds(
     lambda *fields: str(list(fields)).replace("'", '"'), st.integers(), st.integers(), VALUES
 )
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "NaN", "Infinity", "-1", "true"])
+def test_numbers_that_are_none(number: str) -> None:
+    job = JobView()
+    assert job.take("a", 0, re.sub(r"\b7(\.0)?\b", number, line(0, 1, steps_total=7)), 1.0) is None
 
 
 @given(st.lists(st.tuples(LINES, st.floats(0, 100)), max_size=20), st.data())

@@ -64,6 +64,13 @@ def test_all_numbers_of_all_ranks() -> None:
     }  # fmt: skip
 
 
+def test_a_straggler_of_the_world_before_is_not_shown() -> None:
+    pytest.importorskip("prometheus_client")
+    job = full_job()
+    assert job.take("host", 0, pack(Sample(0, 1, {"world": 20.0})), 6.0)  # Rank 1 is gone.
+    assert b"hvdlite_straggler_seconds{" not in PrometheusPage(job, lambda: 6.0).text()
+
+
 def test_names_follow_the_conventions() -> None:
     """Base units alone, at the end of the name, and `_total` for what only grows."""
     for name in NAMES:

@@ -69,6 +69,7 @@ def test_small_terminals() -> None:
     assert len(lines) <= 12
     assert max(map(len, lines)) < 60
     assert any("<- slow" in line or "1 " in line for line in lines)
+    assert len(shown(job(64), columns=80, height=7)) <= 5
     assert shown(JobView())[0] == "no rank counts yet"
 
 
@@ -89,6 +90,23 @@ def test_output_goes_on_above_the_table(monkeypatch: pytest.MonkeyPatch, tmp_pat
         else:
             screen += part.splitlines()
     assert screen == ["text", "end"]
+    file.close()
+
+
+def test_a_broken_stream_leaves_the_table_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise the next lines would be drawn over those of somebody else."""
+    file, (reader, writer) = (tmp_path / "out").open("w+"), os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", file)
+        console = Console()
+        console.show("stderr", ["one"])
+        with pytest.raises(BrokenPipeError):
+            console.write("stdout", b"text\n")
+        assert (tmp_path / "out").read_bytes() == b"one\n\r\x1b[1A\x1b[Jone\n"
     file.close()
 
 

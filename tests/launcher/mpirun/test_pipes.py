@@ -36,6 +36,7 @@ class Mpirun:
         self.heard = FirstFailure()
         self.loop = EventLoop()
         output = Output(range(2), None, timestamps=False)
+        self._finish = output.finish
         output.write = lambda stream, text: self.shown.append(text)  # type: ignore[method-assign]
         options: Any = LaunchOptions(
             command=("true",), num_proc=2, variables={}, start_timeout_seconds=1.0
@@ -56,6 +57,7 @@ class Mpirun:
         while self.loop.run_once(0.0):
             pass
         self.pipes.print_early()
+        self._finish()
         self._reader.close()
         self.loop.close()
 
@@ -102,7 +104,16 @@ def test_events_are_found_in_what_is_glued(mpich: Mpirun) -> None:
     mpich.say(mark(0) + b"no end" + mark(1) + b"no end, too" + mark(1) + token + b" exit 1 0\n")
     assert mpich.heard.codes == {1: 0}
     mpich.end()
-    assert mpich.shown == [b"[1]<stderr>:no end, too\n", b"[0]<stderr>:no end\n"]
+    assert mpich.shown == [b"[0]<stderr>:no end\n", b"[1]<stderr>:no end, too\n"]
+
+
+def test_a_line_goes_on_behind_an_event(mpich: Mpirun) -> None:
+    token = TOKEN.encode()
+    mpich.say(mark(0) + b"half " + mark(0) + token + b" start 0 11 there\n")
+    mpich.say(mark(0) + b"a line\n")
+    assert mpich.heard.started == {0: 11}
+    mpich.end()
+    assert mpich.shown == [b"[0]<stderr>:half a line\n"]
 
 
 def test_a_harmless_warning_of_open_mpi_is_dropped(kind: str, tmp_path: Path) -> None:
