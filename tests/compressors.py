@@ -9,8 +9,20 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
+import pytest
+
+from hvdlite.common.plain.compression import FeedbackCompressions
 
 Array = np.ndarray[Any, Any]
+
+# Those that every framework tries.
+COMPRESSORS = [
+    FeedbackCompressions.int8(16),
+    FeedbackCompressions.powersgd(2),
+    FeedbackCompressions.topk(0.05),
+    FeedbackCompressions.onebit(1, block=32),
+]
+every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 
 
 class Model(ABC):

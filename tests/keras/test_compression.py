@@ -12,7 +12,15 @@ from hvdlite.common.gradients.error_feedback import FeedbackState
 from hvdlite.common.plain.compression import FeedbackCompressor
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.keras.framework import keras
-from tests.compressors import BlockModel, Model, PowerSGDModel, SignModel, TopKModel
+from tests.compressors import (
+    COMPRESSORS,
+    BlockModel,
+    Model,
+    PowerSGDModel,
+    SignModel,
+    TopKModel,
+    every_compressor,
+)
 from tests.keras.training import (
     assert_same,
     fit,
@@ -26,13 +34,6 @@ from tests.keras.training import (
 from tests.ranks import run_ranks
 
 SHAPE = (24, 40)
-COMPRESSORS = [
-    hvd.Compression.int8(16),
-    hvd.Compression.powersgd(2),
-    hvd.Compression.topk(0.05),
-    hvd.Compression.onebit(1, block=32),
-]
-every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 
 
 def gradient(rank: int, step: int) -> Any:

@@ -13,18 +13,20 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients.error_feedback import FeedbackState
 from hvdlite.common.plain.compression import FeedbackCompressor, Int8, OneBit, PowerSGD, TopK
 from hvdlite.common.runtime.process_sets import global_process_set
-from tests.compressors import BlockModel, Model, PowerSGDModel, SignModel, TopKModel, WholeModel
+from tests.compressors import (
+    COMPRESSORS,
+    BlockModel,
+    Model,
+    PowerSGDModel,
+    SignModel,
+    TopKModel,
+    WholeModel,
+    every_compressor,
+)
 from tests.ranks import run_ranks
 
 SIZE = 3
 SHAPES = {"weight": (24, 40), "conv": (16, 5, 3, 3), "bias": (37,), "scalar": ()}
-COMPRESSORS = [
-    hvd.Compression.int8(16),
-    hvd.Compression.powersgd(2),
-    hvd.Compression.topk(0.05),
-    hvd.Compression.onebit(1, block=32),
-]
-every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 
 
 def gradient(name: str, rank: int, step: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,23 +104,17 @@ class Feedback:
 
     def save(self) -> dict[str, Any]:
         """Return the state as `FeedbackState.save` does, in tensors."""
-        return _with_tensors(self.state.save())
+        return _with_arrays(self.state.save(), torch.from_numpy)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load what `save` has returned; see `FeedbackState.load`."""
-        self.state.load(
-            {
-                key: {name: torch.as_tensor(each).cpu().numpy() for name, each in value.items()}
-                if key in ("factors", "residuals")
-                else value
-                for key, value in saved.items()
-            }
-        )
+        self.state.load(_with_arrays(saved, lambda each: torch.as_tensor(each).cpu().numpy()))
 
 
-def _with_tensors(saved: dict[str, Any]) -> dict[str, Any]:
+def _with_arrays(saved: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what was saved, with each of its arrays or tensors changed."""
     return {
-        key: {name: torch.from_numpy(array) for name, array in value.items()}
+        key: {name: change(array) for name, array in value.items()}
         if key in ("factors", "residuals")
         else value
         for key, value in saved.items()
