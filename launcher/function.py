@@ -234,5 +234,4 @@ def raise_first(answers: Mapping[int, Any]) -> None:
 
 
 def _first(*values: int | None) -> int | None:
-    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)

@@ -82,7 +82,6 @@ class VariableTensors(Tensors):
 
 
 def _names_of_models(state: Any) -> list[str]:
-    """Return the names of the models of a state, the longest first."""
     things = state.values() if isinstance(state, dict) else ()
     names = [
         str(each.name) for each in things if hasattr(each, "weights") and hasattr(each, "name")

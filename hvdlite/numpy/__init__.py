@@ -57,8 +57,6 @@ synchronize = _forms.synchronize
 
 
 class _NumpyArrays(Arrays[Array]):
-    """What `halo` does with arrays."""
-
     def shape(self, array: Array) -> Sequence[int]:
         return array.shape
 

@@ -60,7 +60,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _check_has_gpu() -> bool:
-    """Whether TensorFlow sees a GPU."""
     return bool(tf.config.list_physical_devices("GPU"))
 
 

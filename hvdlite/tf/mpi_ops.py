@@ -244,8 +244,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 class _TensorFlowArrays(Arrays[Any]):
-    """What `halo` does with tensors."""
-
     def convert(self, array: Any) -> tf.Tensor:
         return tf.convert_to_tensor(array)
 

@@ -153,7 +153,6 @@ class Table(NamedTuple):
     texts: tuple[int, ...] = ()  # the indices of further columns with words
 
     def is_figure(self, column: int) -> bool:
-        """Return whether a column has figures."""
         return column > 0 and column not in self.texts
 
 
@@ -168,7 +167,6 @@ class IterationReport(NamedTuple):
 
 
 def make_report(rows: Sequence[IterationRow]) -> IterationReport:
-    """Return the report on at least one row."""
     summary, typical = summarize(rows), typical_iteration(rows)
     advice = advise_on(summary, typical)
     command = (
@@ -249,7 +247,6 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return `share` in whole percent."""
     return NOT_SEEN if share is None else f"{share:.0%}"
 
 

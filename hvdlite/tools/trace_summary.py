@@ -133,7 +133,6 @@ def _count(row: IterationRow) -> object:
 
 
 def summarize(rows: Sequence[IterationRow]) -> Summary:
-    """Return the summary of at least one row."""
     same = alike(rows)
     ranks = {row.rank for row in rows}
     return Summary(

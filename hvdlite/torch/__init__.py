@@ -45,7 +45,6 @@ register_libraries()
 
 
 def _check_has_gpu() -> bool:
-    """Return whether torch sees a GPU."""
     return torch.cuda.is_available()
 
 

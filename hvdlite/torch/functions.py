@@ -216,7 +216,6 @@ def _merge(spans: Iterable[tuple[Span, int]]) -> Iterable[tuple[int, int, list[i
 
 
 def _bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Return a part of the storage of `tensor` as bytes."""
     bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return bytes_.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
 

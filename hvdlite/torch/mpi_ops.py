@@ -99,8 +99,6 @@ def sparse_allreduce_async(
 
 
 class _TorchArrays(Arrays[torch.Tensor]):
-    """What `halo` does with tensors."""
-
     def shape(self, array: torch.Tensor) -> Sequence[int]:
         return array.shape
 

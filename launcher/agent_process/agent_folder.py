@@ -59,7 +59,6 @@ class AgentFolder:
     # -- files from the launcher, and answers to it
 
     def append(self, name: str, data: bytes) -> None:
-        """Append to a file here."""
         with open(os.path.join(self.path, os.path.basename(name)), "ab") as file:
             file.write(data)
 
@@ -91,7 +90,6 @@ class AgentFolder:
         return number, part
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
         os.close(self.events_fd)
         with contextlib.suppress(OSError):
             for entry in os.scandir(self.path):

@@ -66,7 +66,6 @@ class RankProcess:
         self.resume()
 
     def resume(self) -> None:
-        """Read what it prints."""
         for stream, fd in self._pipes.items():
             self._loop.forget(fd)
             self._loop.listen(fd, partial(self._read, stream))

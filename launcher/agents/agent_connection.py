@@ -59,7 +59,6 @@ class AgentConnection:
         return self.channel is not None and self.channel.open
 
     def send(self, kind: str, *fields: Any) -> None:
-        """Send a message, where there is a channel."""
         if self.channel is not None:
             self.channel.send(kind, *fields)
 

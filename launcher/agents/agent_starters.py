@@ -92,7 +92,6 @@ class SpawnedAgents(AgentStarter):
             self.begin(self._waiting.popleft())
 
     def begin(self, agent: AgentConnection) -> None:
-        """Start one agent, and connect with it."""
         command = self._command(agent)
         if agent.host.remote:
             agent.follow(LeadingProcess(command, self._environ, self._loop, signal.SIGHUP))
@@ -118,7 +117,6 @@ class SpawnedAgents(AgentStarter):
 
 
 def kill_groups(groups: Iterable[int]) -> None:
-    """Kill process groups of this host."""
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

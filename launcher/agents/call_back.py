@@ -71,7 +71,6 @@ class Listener:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the environment of the agents has to have."""
         return {SECRET_VARIABLE: self.secret}
 
     def close(self) -> None:

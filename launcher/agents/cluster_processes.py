@@ -65,7 +65,6 @@ class ClusterProcesses:
         self._next_number = first + cluster.servers
 
     def owns(self, number: int) -> bool:
-        """Return whether a process is one of these."""
         return number in self._processes
 
     def start_servers(self) -> None:
@@ -110,7 +109,6 @@ class ClusterProcesses:
             self._end_server(process, code)
 
     def _workers_run(self, process: _Process) -> bool:
-        """Return whether a process is still needed."""
         ended = self._job.first_failure.codes
         return process.server is None or len(ended) < self._job.options.num_proc
 

@@ -59,7 +59,6 @@ class GroupAgents(AgentStarter):
         self._program = LeadingProcess(command, environ, self._loop, signal.SIGTERM)
 
     def _called(self, connection: socket.socket, name: str) -> None:
-        """Take the connection of an agent that has called back."""
         agent = dict(zip(self._group.names, self._agents, strict=True)).get(name)
         if agent is None or agent.channel is not None:
             connection.close()

@@ -80,7 +80,6 @@ class JobDescription:
         }  # fmt: skip
 
     def _place(self, host: AgentHost, rank: int) -> dict[str, str]:
-        """Return the variables that tell a rank its place in the job."""
         local_rank = host.ranks.index(rank)
         pod = self._options.torch_pod
         place = self._places[self._options.ranks.index(rank)]

@@ -74,7 +74,6 @@ def host_scheduler(
     cluster: ClusterOptions, num_workers: int, hosts: Iterable[Host], environ: Mapping[str, str],
     start_seconds: float,
 ) -> HostedScheduler:  # fmt: skip
-    """Start the scheduler of a job in this process."""
     from hvdlite.ps.cluster.settings import read_settings
     from hvdlite.ps.scheduler.hosted import HostedScheduler
 

@@ -21,7 +21,6 @@ class LiveOptions:
 
     @property
     def counts(self) -> bool:
-        """Whether the ranks must count."""
         return self.show or self.metrics_port is not None
 
 

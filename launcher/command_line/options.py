@@ -89,7 +89,6 @@ class LaunchOptions:
 
     @property
     def ranks(self) -> range:
-        """The ranks that are started from here."""
         first = self.torch_pod.first_rank if self.torch_pod else 0
         return range(first, first + self.num_proc)
 
@@ -220,7 +219,6 @@ def _usable(allocation: Allocation | None, launcher: str) -> Allocation | None:
 
 
 def _with_ranks(allocation: Allocation, num_proc: int | None) -> tuple[Host, ...]:
-    """Return the hosts of an allocation that get ranks."""
     counts = ranks_per_host(allocation.hosts, num_proc or allocation.slots)
     return tuple(host for host, count in zip(allocation.hosts, counts, strict=True) if count)
 

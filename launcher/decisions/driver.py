@@ -144,7 +144,6 @@ class Driver:
         self._advance(now)
 
     def worker_said(self, number: int, message: list[Any], now: float) -> None:
-        """Take a frame of a worker."""
         worker = self._workers.get(number)
         if worker is None or not worker.living or self._finished:
             return

@@ -37,7 +37,6 @@ class Failures:
         self._slots: set[tuple[str, int]] = set()
 
     def add(self, failure: Failure) -> None:
-        """Count a failure."""
         self._failures.append(failure)
         self._slots.add((failure.host, failure.slot))
         if failure.exception and failure.was_member:
@@ -116,7 +115,6 @@ class Cooldowns:
         return max(low, min(high, low * 2.0 ** min(time, 12) + self._uniform() * low))
 
     def excluded(self, host: str, now: float) -> bool:
-        """Return whether the host is away."""
         return now < self._until.get(host, 0.0)
 
     def until(self, host: str) -> float:

@@ -38,7 +38,6 @@ class HostChanges:
             self._worlds.tell_seen(kind)
 
     def note_world(self, now: float) -> None:
-        """Note that a new world has all that is there."""
         self._awaited, self._ready_since = False, None
         self._planned = self._placement.planned_hosts(now)
 

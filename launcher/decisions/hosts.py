@@ -56,7 +56,6 @@ class Hosts:
         self._limits: dict[str, int] = {}
 
     def agent(self, host: str) -> Agent:
-        """Return the agent of a host."""
         known = self._agents.get(host)
         return self._agents.setdefault(host, Agent()) if known is None else known
 
@@ -122,7 +121,6 @@ class Hosts:
         return agent.stand is Stand.UP or agent.losses == 0
 
     def start(self, host: str, now: float) -> None:
-        """Note that an agent was started."""
         agent = self.agent(host)
         agent.stand, agent.since = Stand.COMING, now
         self._leaving.pop(host, None)
@@ -136,7 +134,6 @@ class Hosts:
         return True
 
     def end(self, host: str, now: float) -> None:
-        """Note that the host has no agent any more."""
         self.agent(host).stand = Stand.ABSENT
         leave = self._leaving.get(host)
         if leave is not None and leave.until == FOREVER:

@@ -18,7 +18,6 @@ def count(number: int, thing: str) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return numbers as text: "0-2, 5"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] == number - 1:
@@ -61,7 +60,6 @@ def ended(workers: Sequence[Worker], world: World | None) -> str:
 
 
 def lost(workers: Sequence[Worker], world: World | None) -> str:
-    """Return who was lost and why."""
     whys: dict[tuple[str, str], list[Worker]] = {}
     for worker in workers:
         whys.setdefault((worker.host, worker.why), []).append(worker)
@@ -111,7 +109,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def first_world(world: World) -> str:
-    """Return the line for the first world."""
     return f"{_world(world)} ({placed(world)})"
 
 
@@ -120,7 +117,6 @@ def _world(world: World) -> str:
 
 
 def tells_of_world(line: str) -> bool:
-    """Return whether a line is that of a world."""
     return bool(re.search(r"\bworld \d+ has \d+ ranks?\b", line))
 
 
@@ -151,7 +147,6 @@ def _with_hosts(workers: Sequence[Worker], world: World) -> str:
 
 
 def names(workers: Sequence[Worker], world: World | None) -> str:
-    """Return the names of workers."""
     return cut([name(worker, world) for worker in workers])
 
 

@@ -71,7 +71,6 @@ class Losses:
     def end(
         self, worker: Worker, code: int, cause: str | None, by_signal: bool, now: float
     ) -> None:
-        """Note that a living worker has ended with a code other than 0."""
         spelled = f"killed by signal {code - 128}" if by_signal else f"{lines.EXIT_CODE} {code}"
         why = _raised(cause, code) if cause and not by_signal else cause or spelled
         worker.code = code

@@ -127,7 +127,6 @@ class Requirements:
         return self._worlds.world is None or self._worlds.reset is not None
 
     def meet(self) -> None:
-        """Note that the next world is there."""
         self._short_since = self._line_at = None
 
     # -- time

@@ -102,7 +102,6 @@ class Workers:
         return self._workers.get(number)
 
     def ever(self) -> Collection[Worker]:
-        """Return all workers that were ever started."""
         return self._workers.values()
 
     def start(self, host: str, slot: int, start_rank: int, replaces: bool) -> Worker:

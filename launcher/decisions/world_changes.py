@@ -138,7 +138,6 @@ class WorldChanges:
                 self._order(Tell(self.members, ["bodies", epoch, round_, bodies]))
 
     def checks(self, worker: Worker, counter: int, passed: int) -> None:
-        """Note how many checks a rank has passed."""
         if self.reset is not None and self.reset.agreement is not None:
             self.reset.agreement.answer(worker.number, counter, passed)
             self._raise_if_agreed(self.reset)
@@ -182,7 +181,6 @@ class WorldChanges:
             self._regroup(reset, sentence, None)
 
     def tell_seen(self, kind: HostUpdateResult) -> None:
-        """Tell the ranks that hosts have changed."""
         numbers = tuple(each.number for each in self.living_members())
         if numbers:
             self._counter += 1

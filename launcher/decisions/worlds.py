@@ -28,7 +28,6 @@ class World:
     commit: int
 
     def rank(self, number: int) -> int:
-        """Return the rank of a member."""
         return self.members.index(number)
 
     def frame(self) -> list[Any]:

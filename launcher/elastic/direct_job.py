@@ -104,7 +104,6 @@ class DirectJob(Driving):
         """End all that runs, also workers that have returned."""
 
     def say(self, line: str) -> None:
-        """Show a line to the user."""
         print(f"hvdlite: {line}", file=sys.stderr, flush=True)
 
     def post(self, call: Callable[[], object]) -> None:
@@ -230,7 +229,6 @@ class DirectJob(Driving):
             self.wait(deadline)
 
     def close(self) -> None:
-        """Close all connections."""
         self.over.set()
         self._server.close()
         self.loop.close()

@@ -314,7 +314,6 @@ class ElasticDriver:
                 self._drop(worker)
 
     def _run(self, worker: _ToolWorker) -> None:
-        """Run a worker to its end, in its thread."""
         assert self._create_worker is not None
         try:
             result = self._create_worker(worker.info, [self._shutdown, worker.end])
@@ -365,7 +364,6 @@ def _elastic_timeout() -> float:
 
 
 def _missing(hosts: DiscoveredHosts, slots: int, host_count: int) -> str:
-    """Return which slots or hosts are missing."""
     there, hosts_there = hosts.count_available_slots(), len(hosts.available_hosts)
     if there < slots:
         return f"{slots - there} slots missing ({there} are there)"

@@ -65,7 +65,6 @@ class HostAgents(Driving):
     # -- commands of the driver
 
     def start_agent(self, host: str) -> None:
-        """Start an agent on a host."""
         slots = tuple(range(self._slots(host)))
         known = AgentHost(host, Host(host, 1).remote, slots)
         agent = AgentConnection(known, self._job.loop, self._received, self._lost)
@@ -95,17 +94,14 @@ class HostAgents(Driving):
         agent.dismiss()
 
     def start_worker(self, worker: StartWorker) -> None:
-        """Start a worker by the agent of its host."""
         agent = self._agents.get(worker.host)
         if agent is not None:  # Else it was lost a moment ago, of which the driver is told next.
             self.workers.start(worker, agent)
 
     def signal(self, number: int, signal_number: int) -> None:
-        """Signal a worker, and its children."""
         self.workers.signal(number, signal_number)
 
     def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
-        """Send a frame to workers."""
         self.workers.tell(numbers, frame)
 
     def say(self, line: str) -> None:
@@ -188,7 +184,6 @@ class HostAgents(Driving):
         self._lose(agent, why)
 
     def _lose(self, agent: AgentConnection, why: str) -> None:
-        """Give an agent up that has ended, with all of its workers."""
         groups = self._give_up(agent)
         self._clean_up(agent, groups)
         self._start_next()
@@ -256,12 +251,10 @@ class HostAgents(Driving):
     # -- the end
 
     def let_end(self) -> None:
-        """Let all agents end."""
         for host in list(self._agents):
             self.drop_agent(host)
 
     def running(self) -> bool:
-        """Return whether an agent has not ended."""
         return bool(self._agents or self._leaving)
 
     def close(self) -> None:

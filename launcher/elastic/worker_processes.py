@@ -50,7 +50,6 @@ class WorkerProcesses:
     # -- commands
 
     def start(self, worker: StartWorker, agent: AgentConnection) -> None:
-        """Start a worker by the agent of its host."""
         self._workers[worker.number] = _Worker(agent)
         self._output.begin(worker.number, worker.start_rank)
         agent.send("start", worker.number, {
@@ -62,12 +61,10 @@ class WorkerProcesses:
         })  # fmt: skip
 
     def signal(self, number: int, signal_number: int) -> None:
-        """Signal a worker, and its children."""
         if number in self._workers:
             self._workers[number].agent.send("signal", int(signal_number), [number])
 
     def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
-        """Send a frame to workers."""
         by_agent: dict[AgentConnection, list[int]] = {}
         for number in numbers:
             if number in self._workers:

@@ -59,7 +59,6 @@ class Facts:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> Facts:
-        """Make them from the answer of the probe."""
         addresses = tuple(Address(*each) for each in answer["addresses"])
         changed = {"addresses": addresses, "identity": tuple(answer["identity"])}
         return cls(**{**answer, **changed})
@@ -77,7 +76,6 @@ class Facts:
 
     @property
     def versions(self) -> str:
-        """Its versions, for people."""
         known = {name: version for name, version in self.packages.items() if name in PACKAGES}
         own = (
             f"hvdlite {self.hvdlite} (protocol {self.protocol})" if self.protocol else "no hvdlite"

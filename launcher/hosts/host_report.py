@@ -80,7 +80,6 @@ class HostReport:
         return tuple(dict.fromkeys(network for network, _ in self._bad_addresses()))
 
     def lines(self) -> Iterator[str]:
-        """Yield the report, line by line."""
         for name, facts in self.facts.items():
             where = f"{'' if facts.directory else 'no '}working directory {self.directory}"
             cores = f"{facts.cores} core{'s' if facts.cores > 1 else ''}"

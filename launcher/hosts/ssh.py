@@ -46,7 +46,6 @@ def ssh_command(host: str, command: str, options: LaunchOptions, path: str | Non
 
 
 def agent_command() -> list[str]:
-    """Return the command line of an agent."""
     return [sys.executable, "-m", AGENT_MODULE]
 
 

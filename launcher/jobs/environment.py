@@ -139,5 +139,4 @@ def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: LaunchOption
 
 
 def is_root() -> bool:
-    """We run as the superuser."""
     return os.geteuid() == 0

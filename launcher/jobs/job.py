@@ -161,7 +161,6 @@ class FixedJob(Job):
 
     @property
     def all_started(self) -> bool:
-        """Every rank has started."""
         return len(self.first_failure.started) == self.options.num_proc
 
     @property

@@ -85,6 +85,5 @@ def name_ranks(ranks: list[int], options: LaunchOptions) -> str:
 
 
 def _remote_hosts(ranks: list[int], options: LaunchOptions) -> list[str]:
-    """Return the names of the other hosts on which `ranks` were to run."""
     hosts = (host_of_rank(options.hosts, options.num_proc, rank) for rank in ranks)
     return list(dict.fromkeys(host.name for host in hosts if host is not None and host.remote))

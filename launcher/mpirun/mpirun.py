@@ -76,7 +76,6 @@ class Folders:
         }
 
     def remove(self) -> None:
-        """Remove the folders and all that is in them."""
         for folder in (self.temporary, self.shared_memory):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -59,7 +59,6 @@ class Pipes:
         self._open("events", os.O_RDWR, self._read_events)
 
     def listen_to_mpirun(self, stream: str, pipe: IO[bytes]) -> None:
-        """Read what mpirun writes to `stream`."""
         os.set_blocking(pipe.fileno(), False)
         self.mpirun_streams += 1
         self.job.loop.listen(pipe.fileno(), lambda fd: self._read_mpirun(fd, stream))
@@ -71,7 +70,6 @@ class Pipes:
             self.output.write("stderr", line + b"\n")
 
     def close(self) -> None:
-        """Close all."""
         for fd in self._own:
             self.job.loop.forget(fd)
             os.close(fd)

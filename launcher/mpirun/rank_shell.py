@@ -163,7 +163,6 @@ class RankShell:
         return ["/bin/sh", "-c", self.script(), "hvdlite-rank", *command]
 
     def script(self) -> str:
-        """Return the text of the shell."""
         names = {name: PLACE_VARIABLES[self.kind].get(name, UNSET) for name in WANTED}
         here = [f"export {name}={shlex.quote(value)}" for name, value in self.here.items()]
         debug = ""

@@ -30,7 +30,6 @@ class TorchPod:
 
     @property
     def first_rank(self) -> int:
-        """The first rank of this pod."""
         return self.index * self.ranks_per_pod
 
     @property

@@ -87,7 +87,6 @@ class LeadingProcess:
             self._process.wait(max(0.0, seconds))
 
     def signal(self, number: int) -> None:
-        """Signal it, unless it has ended."""
         if self.code is None:
             self._process.send_signal(number)
 

@@ -180,7 +180,6 @@ class Output:
             self.write(key[1], self._prefix(*key) + _last_state(rest) + b"\n")
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -35,7 +35,6 @@ class SignalInbox:
         return self._reader.fileno()
 
     def drain(self, _fd: int) -> None:
-        """Make it unreadable again."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(512)
 

@@ -150,7 +150,6 @@ def _compressed(
     compression: type[Compressor],
     options: CallOptions,
 ) -> list[T]:
-    """Return what `verb` makes of the tensors, as they come out of `compression`."""
     packed = [compression.compress(tensor) for tensor in tensors]
     results = verb([small for small, _ in packed], name, options)
     return [

@@ -129,8 +129,6 @@ def _refuse(sent: str, position: int, wanted: object) -> NoReturn:
 
 
 class _Edges:
-    """What one member sends and gets."""
-
     def __init__(self, members: int, position: int, before: int, after: int) -> None:
         self.splits, self.wanted = [0] * members, [0] * members
         # The indices along the dimension of what goes to the neighbours, in the order of members.

@@ -108,7 +108,6 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def _answer(statement: str, answer: N, verbose: bool) -> N:
-    """Return `answer`, and print it if `verbose`."""
     if verbose:
         sys.stdout.write(f"{statement}: {'yes' if answer else 'no'}\n")
     return answer

@@ -165,7 +165,6 @@ class PreparedBucket(Generic[T]):
         return True
 
     def _prepare(self, runtime: Runtime, tensors: Sequence[T], handle: SharedHandle) -> None:
-        """Check the tensors, and make their entries."""
         self._entries = []
         self._calls = self._check(runtime, tensors)
         entries = [

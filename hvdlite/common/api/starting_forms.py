@@ -139,7 +139,6 @@ class StartingForms(Generic[T]):
     def _run_in_place(
         self, collective: str, tensors: Tensors[T], name: str | None, options: CallOptions
     ) -> list[T]:
-        """Start, wait, and return the tensors, which have the results."""
         if name is not None and len(tensors) == 1:
             runtime, adapter = find() or for_collective(), self._runner.adapter
             label = f"{collective}.{name}"

@@ -13,7 +13,6 @@ _LOG = PAGE.bit_length() - 1
 
 
 def mask_of(numbers: Iterable[int]) -> int:
-    """Return the numbers as bits of one int."""
     if isinstance(numbers, NumberSet):
         return numbers.mask
     mask = 0
@@ -41,7 +40,6 @@ def lowest(mask: int) -> int:
 
 
 def numbers_of(mask: int) -> Iterator[int]:
-    """Yield the numbers in a mask, ascending."""
     if not mask & mask - 1:  # one number, or none
         return iter((mask.bit_length() - 1,) if mask else ())
     return (n for start, end in _spans(mask) for n in range(start, end))
@@ -77,7 +75,6 @@ class NumberSet:
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> NumberSet:
-        """Make a set of these numbers."""
         if isinstance(numbers, NumberSet):
             return numbers
         pages: dict[int, int] = {}
@@ -88,7 +85,6 @@ class NumberSet:
 
     @classmethod
     def of_mask(cls, mask: int) -> NumberSet:
-        """Make a set of the numbers in a mask."""
         pages, left, page = {}, mask, 0
         while left:
             low = left & (1 << PAGE) - 1
@@ -199,7 +195,6 @@ class Tally:
         self._digits: list[int] = []  # The ones, the twos, the fours ... of all counters.
 
     def add(self, numbers: int, amount: int) -> None:
-        """Add `amount` to the counter of each of `numbers`."""
         digits, place, carry = self._digits, 0, 0
         while amount or carry:
             if place == len(digits):
@@ -222,5 +217,4 @@ class Tally:
         return 0 if amount else numbers
 
     def clear(self, numbers: int) -> None:
-        """Set the counters of `numbers` to 0."""
         self._digits = [digit & ~numbers for digit in self._digits]

@@ -161,7 +161,6 @@ class _Exit(SystemExit):
 
     @property
     def code(self) -> Any:  # type: ignore[override]
-        """What the script has ended with, as for any `SystemExit`."""
         if self._status not in (None, 0):
             try:
                 sys._getframe(1)

@@ -33,7 +33,6 @@ class Topology:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks."""
         return sum(len(host) for host in self.hosts)
 
     @cached_property

@@ -45,7 +45,6 @@ class SingleBackend:
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Support any collective of a single member."""
         return members.size == 1
 
     def allreduce(
@@ -83,7 +82,6 @@ class SingleBackend:
         counts: Sequence[Sequence[int]],
         activity: Activity,
     ) -> None:
-        """Copy the tensor."""
         with activity("SINGLE_COPY"):
             for source, output in zip(inputs, outputs, strict=True):
                 np.copyto(output, source)
@@ -101,7 +99,6 @@ class SingleBackend:
         allocate: Callable[[list[int]], Array],
         activity: Activity,
     ) -> None:
-        """Copy the tensor."""
         with activity("SINGLE_COPY"):
             np.copyto(allocate(list(send_counts)), array[: send_counts[0]])
 

@@ -35,7 +35,6 @@ class Members:
 
     @cached_property
     def size(self) -> int:
-        """Number of members."""
         return len(self.ranks)
 
 

@@ -47,7 +47,6 @@ class Chain:
             offset += view.size
 
     def copy_to(self, target: Chain) -> None:
-        """Copy all elements into those of `target`."""
         start = 0
         for view in self.views(0, self.size):
             target.unpack(start, view)

@@ -116,7 +116,6 @@ class Arithmetic:
         return self.output_dtype == self.accumulator and self.reduction.postscale == 1
 
     def load(self, accumulator: Array, values: Array) -> None:
-        """Set accumulator = prescale * values."""
         convert(accumulator, values)
         scale(accumulator, self.reduction.prescale)
 

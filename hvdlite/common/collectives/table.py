@@ -43,7 +43,6 @@ class CollectiveRun:
 
     @property
     def reduction(self) -> Reduction:
-        """How the segment is reduced."""
         return reduction_of(self.operands[0].response.request, self.members.size)
 
     def result_shape(self, request: Request, rows: Sequence[int] = ()) -> tuple[int, ...]:
@@ -104,7 +103,6 @@ class CollectiveSpec:
 
     @property
     def backend_of(self) -> str:
-        """The collective of which it takes the backend."""
         return self.served_as or self.name
 
     @property

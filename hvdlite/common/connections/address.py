@@ -168,7 +168,6 @@ def listen_everywhere(port: int) -> socket.socket:
 
 
 def is_here(address: Address) -> bool:
-    """Return whether `address` is one of this host."""
     for family, host in _resolve(address):
         try:
             socket.create_server((host, 0), family=family).close()

@@ -144,7 +144,6 @@ class _Attempt(Stranger):
         self._claim: Claim
 
     def start(self) -> None:
-        """Begin to connect."""
         try:
             code = self.target.connect(self.connection)
         except OSError as error:  # The folder of a Unix socket does not exist.

@@ -55,7 +55,6 @@ def frame(head: bytes, arrays: Sequence[Buffer] = ()) -> bytes:
 
 
 def no_memory(message: Any, sizes: list[int]) -> Sequence[bytearray]:
-    """Refuse arrays."""
     raise ProtocolError(f"it sent {len(sizes)} arrays, and none are expected")
 
 

@@ -83,8 +83,6 @@ class HttpServer:
 
 
 class _Request:
-    """One connection, from its request to the end of its answer."""
-
     def __init__(
         self, loop: Loop, connection: socket.socket, find: Callable[[str], Content | None],
         closed: Callable[[_Request], None],
@@ -133,7 +131,6 @@ class _Request:
             self.close()
 
     def close(self) -> None:
-        """Close the connection; idempotent."""
         if self._connection.fileno() < 0:
             return
         self._deadline.cancel()

@@ -99,7 +99,6 @@ class Pipes:
         self.writes = -1
 
     def close(self) -> None:
-        """Close both descriptors."""
         if self.writes >= 0:
             os.close(self.writes)
             self.writes = -1
@@ -200,7 +199,6 @@ class Link:
                 self._flush()
 
     def flush(self) -> None:
-        """Send what was gathered."""
         with self._lock:
             if self._outbox and not self._events & WRITE:
                 self._flush()

@@ -77,7 +77,6 @@ class Listener:
         self._listen()
 
     def names(self) -> list[object]:
-        """Return the names of the sockets."""
         return [each.getsockname() for each in self._sockets]
 
     def claims(self) -> list[Claim]:
@@ -175,7 +174,6 @@ class _Guest(Stranger):
         self._challenge = Challenge.new()
 
     def greet(self) -> None:
-        """Challenge it."""
         if self.connection.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # It is gone, as the next call tells.
                 self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -30,8 +30,6 @@ NO_NEW_ANSWER_SECONDS = 0.1  # Times of the same answer differ by less.
 
 
 class _Watched:
-    """A connection on which bytes are on their way."""
-
     def __init__(self, end: Callable[[OSError], None]) -> None:
         self.end = end
         self.answered = 0.0  # When the peer's kernel was last heard, in monotonic seconds.

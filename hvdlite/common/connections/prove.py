@@ -73,11 +73,9 @@ class Challenge(NamedTuple):
 
     @classmethod
     def new(cls) -> Challenge:
-        """Return a challenge for one connection."""
         return cls(OURS, new_nonce())
 
     def pack(self) -> bytes:
-        """Return the challenge as bytes."""
         protocol, version = self.software
         return CHALLENGE.pack(MAGIC, protocol, version.encode()[:32], self.nonce)
 
@@ -101,7 +99,6 @@ class Claim(NamedTuple):
 
     @classmethod
     def new(cls, party: Party, body: bytes) -> Claim:
-        """Return the claim of `party` for one connection."""
         if len(body) > MOST_CLAIMED_BYTES:
             raise ValueError(f"{len(body)} bytes are too many for a claim")
         return cls(OURS, party.role, party.other, new_nonce(), body)

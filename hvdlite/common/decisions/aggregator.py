@@ -72,7 +72,6 @@ class _LeaderSetState:
                 self.carried.setdefault(each.bit, []).append(each)
 
     def pop_carried(self, bits: NumberSet) -> tuple[Carried, ...]:
-        """Return the data of `bits`, which are passed on."""
         if not self.carried:
             return ()
         return tuple(each for bit in bits for each in self.carried.pop(bit, ()))
@@ -109,7 +108,6 @@ class _LeaderSetState:
             self.sizes.remember(request, bit)
 
     def forget(self, bit: int) -> None:
-        """Record that the members forget a bit."""
         self._known -= NumberSet.of((bit,))
         self.sizes.forget(bit)
         self.bits.discard(bit)

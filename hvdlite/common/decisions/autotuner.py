@@ -71,7 +71,6 @@ class Autotuner:
 
     @property
     def finished(self) -> bool:
-        """Whether the search is complete."""
         return self._search is None
 
     @property
@@ -194,7 +193,6 @@ class _Measurement:
         return len(self._seen) > MOST_NAMES
 
     def add(self, names: Sequence[str], nbytes: int, end: float) -> None:
-        """Count a reduction."""
         self._bytes += nbytes
         self._seen.update(names)
         self.steps = max(self.steps, *(self._seen[name] - 1 for name in names))

@@ -144,7 +144,6 @@ class BitReadiness:
 
     @property
     def all_absent(self) -> bool:
-        """Whether every rank is excused."""
         return self._absent == self._needed
 
     @property
@@ -212,7 +211,6 @@ class BitReadiness:
         return self.pop(NumberSet({page_index: bits for page_index, bits in complete if bits}))
 
     def expect(self, ranks: int) -> None:
-        """Count `ranks` as needed again."""
         if ranks & self._absent:
             self._absent &= ~ranks
             self._recount()

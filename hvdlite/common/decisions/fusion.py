@@ -16,8 +16,6 @@ from hvdlite.common.plain.messages import JOB_THRESHOLD, WHOLE_GROUP, Response
 
 @dataclass
 class _OpenSegment:
-    """A segment that still has room."""
-
     responses: list[Response]
     bytes: int = field(default=0)
 

@@ -22,8 +22,6 @@ _Reported: TypeAlias = dict[tuple[int, int], int]
 
 @dataclass
 class _OpenGroup:
-    """A group with missing tensors."""
-
     held: list[Response] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)
     error: str = ""  # Of the first tensor that failed: the others fail with it.
@@ -128,7 +126,6 @@ class GroupSizes:
         self._bits[group] = self._bits.get(group, NO_NUMBERS) | NumberSet.of((bit,))
 
     def forget(self, bit: int) -> None:
-        """Record that the members forget a bit."""
         group = self._group_of.pop(bit, None)
         if group is not None:
             left = self._bits[group] = self._bits[group] - NumberSet.of((bit,))

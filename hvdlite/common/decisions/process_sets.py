@@ -31,7 +31,6 @@ class Releases:
         self._released: dict[Request, int] = {}  # The mask of the ranks that have.
 
     def add(self, request: Request, ranks: int) -> None:
-        """Count a release by `ranks`."""
         self._released[request] = self._released.get(request, 0) | ranks
 
     def pop_complete(self, departed: int) -> list[Request]:

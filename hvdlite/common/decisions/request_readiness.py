@@ -30,8 +30,6 @@ def all_ranks(requests: RanksByRequest) -> int:
 
 @dataclass
 class _Tensor:
-    """A tensor that some ranks have requested, and not all."""
-
     since: float
     needed: int  # The mask of the ranks below that make the request.
     excuses: bool  # Whether ranks that have joined count as ready for it.
@@ -66,7 +64,6 @@ class RequestReadiness:
         return self.pop(request.name) if self._complete(tensor) else {}
 
     def pop(self, name: str) -> RanksByRequest:
-        """Forget a name; return the requests for it."""
         tensor = self._tensors.pop(name, None)
         return tensor.requests if tensor else {}
 
@@ -77,7 +74,6 @@ class RequestReadiness:
         return [self.pop(name) for name in complete]
 
     def expect(self, ranks: int) -> None:
-        """Count `ranks` as needed again."""
         self._absent &= ~ranks
 
     def pop_overdue(self, before: float) -> list[RanksByRequest]:

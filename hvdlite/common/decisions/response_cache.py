@@ -87,7 +87,6 @@ class CoordinatorCache:
         self._missed: OrderedDict[str, int] = OrderedDict()
 
     def known(self, bits: NumberSet) -> NumberSet:
-        """Return those of `bits` that are in use."""
         return bits & self._known
 
     def find(self, name: str) -> int | None:
@@ -144,7 +143,6 @@ class CoordinatorCache:
         return False
 
     def forget(self, bit: int) -> None:
-        """Forget a bit."""
         request = self._lines.pop(bit)[0].request
         del self._used[bit]
         del self._bits[request.name]

@@ -57,7 +57,6 @@ class DeviceRun:
             self.context.scale(buffer, factor)
 
     def copy(self, targets: Sequence[Buffer], sources: Sequence[Buffer]) -> None:
-        """Copy what is not the same memory."""
         pairs = [
             (target, source)
             for target, source in zip(targets, sources, strict=True)

@@ -67,8 +67,6 @@ class Outcome(NamedTuple):
 
 
 class _Card(NamedTuple):
-    """What a member tells the others."""
-
     identity: str
     unique_id: bytes
     error: str

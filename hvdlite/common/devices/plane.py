@@ -102,8 +102,6 @@ End = Callable[[HorovodInternalError | None, Span | None], None]
 
 
 class _Device(NamedTuple):
-    """The device of this rank for one library."""
-
     context: Context
     stream: Stream
     finalizer: Finalizer
@@ -302,7 +300,6 @@ class DevicePlane:
         self._on_error = ignore  # The engine refers to this plane.
 
     def _abort(self, error: HorovodInternalError) -> None:
-        """Fail all segments when the devices have left them."""
         for device in self._devices.values():
             device.finalizer.fail(error)
         self._communicators.abort()

@@ -32,11 +32,9 @@ class VariablesState(ObjectState):
         raise NotImplementedError
 
     def _values(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
-        """Return the values of the variables, which may share their memory."""
         return [np.asarray(variable.numpy()) for variable in variables]
 
     def _assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Give the variables these values, which may change later."""
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 

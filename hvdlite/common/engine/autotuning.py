@@ -68,7 +68,6 @@ class AutotuneLog:
         self._append("w", [HEADER])
 
     def write(self, samples: Iterable[Sample]) -> None:
-        """Append a line for each sample."""
         lines = [_line(sample) for sample in samples]
         if lines:
             self._append("a", lines)

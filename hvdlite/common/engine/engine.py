@@ -143,7 +143,6 @@ class Engine:
     # -- called by any thread
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def enqueue(self, entries: Sequence[Entry], *, waits: bool = False) -> None:

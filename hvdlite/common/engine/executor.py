@@ -206,7 +206,6 @@ class Executor:
         self.show(SegmentRun(names, collective, nbytes, *times, members.ranks, ready))
 
     def show(self, run: SegmentRun) -> None:
-        """Show observers what has run."""
         for observe in self.observers:
             observe(run)
 
@@ -216,7 +215,6 @@ class Executor:
         self._backends.retune(allreduce, piece_bytes)
 
     def _choose(self, request: Request, members: Members) -> Backend:
-        """Return the backend that runs a request. Raises as `choose`."""
         key = request.collective, request.dtype, request.reduce_op, members.ranks
         backend = self._chosen.get(key)
         if backend is None:
@@ -248,7 +246,6 @@ class Executor:
     def _log_backend(
         self, collective: str, dtype: str, backend: Backend, ranks: tuple[int, ...]
     ) -> None:
-        """Log once which backend runs a collective."""
         fields = (collective, dtype, type(backend).__name__, ranks)
         if fields not in self._logged:
             self._logged.add(fields)

@@ -261,7 +261,6 @@ class Inbox:
         return self._kept is not None and bool(entries) and entries[-1] is self._kept
 
     def remove(self, entries: Container[Entry]) -> None:
-        """Remove entries that have failed."""
         with self._lock:
             self._entries = [entry for entry in self._entries if entry not in entries]
             self._bytes = sum(entry.size_bytes for entry in self._entries)

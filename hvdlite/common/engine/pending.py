@@ -169,7 +169,6 @@ class PendingTable:
         return waits
 
     def pop_set(self, process_set_id: int) -> list[Entry]:
-        """Remove and return all entries of a process set."""
         with self._lock:
             self._joined.discard(process_set_id)
             keys = [key for key in self._entries if key[0] == process_set_id]

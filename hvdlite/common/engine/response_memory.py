@@ -82,7 +82,6 @@ class _SetMemory:
         return answers
 
     def remember(self, response: Response, request: Request | None) -> None:
-        """Remember an answer, and the request of this rank."""
         self._segments.clear()
         self.cache.remember(response, request)
 
@@ -176,7 +175,6 @@ class ResponseMemory:
         return unanswered
 
     def forget_set(self, process_set_id: int) -> None:
-        """Forget a process set that was removed."""
         self._sets.pop(process_set_id, None)
 
     def requests_of(self, report: Report) -> list[Request]:

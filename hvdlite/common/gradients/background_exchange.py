@@ -21,8 +21,6 @@ from hvdlite.common.runtime.runtime import Runtime
 
 @dataclass
 class _Running:
-    """One exchange, from its submission to its end."""
-
     parts: Sequence[Part]
     handle: Handle
     runtime: Runtime

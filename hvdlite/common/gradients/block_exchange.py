@@ -15,7 +15,6 @@ from hvdlite.common.plain.numpy_adapter import Array
 
 
 def blockwise(bucket: Bucket, code: BlockCode) -> Exchange:
-    """Exchange a bucket in this code."""
     blocks = [-(-part.values.size // code.block) for part in bucket.parts]
     residuals = [
         bucket.state.residual(part.name, (rows, code.block))
@@ -69,7 +68,6 @@ def _joined(bucket: Bucket) -> HorovodInternalError:
 
 
 def _counts(size: int, block: int) -> Array:
-    """Return how many elements of each block there are."""
     counts = np.full(-(-size // block), block)
     counts[-1:] -= len(counts) * block - size
     return counts

@@ -194,7 +194,6 @@ class BucketSchedule(Generic[K]):
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket}
 
     def add(self, key: K) -> None:
-        """Add one more parameter, in a bucket of its own."""
         self._bucket_of[key] = [key]
         self._buckets.append(self._bucket_of[key])
 

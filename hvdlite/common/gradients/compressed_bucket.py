@@ -61,7 +61,6 @@ class Bucket:
 
     @property
     def members(self) -> int:
-        """The number of ranks."""
         return self.state.process_set.size()
 
     def add_up(self, label: str, array: Array) -> Operation[Array]:

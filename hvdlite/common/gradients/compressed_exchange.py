@@ -75,7 +75,6 @@ def _exchange_of(bucket: Bucket) -> Exchange:
 
 
 def _whole(bucket: Bucket) -> Exchange:
-    """Exchange a bucket as it is."""
     sent_pieces, sent = pieces([], [part.values.size for part in bucket.parts])
     for piece, part in zip(sent_pieces, bucket.parts, strict=True):
         piece[:] = part.values

@@ -26,7 +26,6 @@ from hvdlite.common.plain.numpy_adapter import Array
 
 
 def powersgd(bucket: Bucket, compressor: PowerSGD) -> Exchange:
-    """Exchange what powersgd makes of a bucket."""
     rank, state = compressor.rank, bucket.state
     shapes = [matrix_shape(part.shape, rank) for part in bucket.parts]
     matrices = [

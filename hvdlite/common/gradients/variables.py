@@ -73,7 +73,6 @@ class LocalSources:
         return bool(self._source_of or self._layers)
 
     def add(self, source: Any) -> None:
-        """Add a variable, or a tensor."""
         self._source_of[self._sources.key_of(source)] = self._sources.plain(source)
 
     def add_layers(self, layers: Any) -> None:
@@ -88,7 +87,6 @@ class LocalSources:
         self._layers += layers
 
     def pick(self, sources: Iterable[Any]) -> list[bool]:
-        """Return for each of `sources` whether it is one of these."""
         if not self:
             return [False for _ in sources]
         key_of = self._sources.key_of

@@ -60,7 +60,6 @@ class Counts(Following):
 
     @property
     def steps(self) -> int:
-        """How many steps there were."""
         return int(self._sums["steps_total"])
 
     def stop(self) -> None:

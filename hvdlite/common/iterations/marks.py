@@ -54,7 +54,6 @@ class StepMarks:
         self.bp_end = now()
 
     def optimizer_started(self) -> None:
-        """Mark the beginning of the optimizer's own step."""
         self._optimizer_start = now()
 
     def optimizer_ended(self) -> None:

@@ -243,7 +243,6 @@ class IterationTrace(Following):
                 self._make_rows()
 
     def _make_rows(self) -> None:
-        """Make rows of all finished iterations, and append them to the file."""
         made = [self._row(*self._ended.popleft()) for _ in range(len(self._ended))]
         self._rows.extend(made)
         if self._file is None or not made:

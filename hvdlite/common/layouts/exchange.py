@@ -39,7 +39,6 @@ class Exchange:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing is sent."""
         return len(self.members) == 1
 
 

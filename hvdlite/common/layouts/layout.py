@@ -68,7 +68,6 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return math.prod(self.device_matrix)
 
     @property

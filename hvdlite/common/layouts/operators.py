@@ -73,7 +73,6 @@ class Operator:
         return (self.output, *self.also)
 
     def result(self, tensor: str) -> Operand:
-        """Return the result of this name."""
         return next(each for each in self.outputs if each.tensor == tensor)
 
     @property
@@ -82,7 +81,6 @@ class Operator:
         return tuple(axis for axis in range(len(self.lengths)) if axis not in self.output.axes)
 
     def strategy(self, cuts: Sequence[int]) -> Strategy:
-        """Return the strategy that cuts the axes so."""
         return tuple(
             operand.as_listed([1 if axis is None else cuts[axis] for axis in operand.axes])
             for operand in self.inputs

@@ -171,8 +171,6 @@ def _wish(operand: Operand, cuts: tuple[int, ...], ranks: int) -> Wish:
 
 
 class _Graph:
-    """The operators, and the cuts that have been decided."""
-
     def __init__(self, operators: Sequence[Operator], ranks: int, fully_use_devices: bool) -> None:
         self._ranks = ranks
         self._fully = fully_use_devices
@@ -315,7 +313,6 @@ class _Graph:
         return layout_of(operand, self.cuts[name], self._ranks)
 
     def choices(self) -> dict[str, Choice]:
-        """Return all decisions with their bytes."""
         return {
             name: Choice(
                 operator.strategy(self.cuts[name]),

@@ -56,7 +56,6 @@ class InProcessMeeting:
         self.rounds: list[dict[int, bytes]] = []
 
     def exchange(self, rank: int) -> Exchange:
-        """Return the exchange of `rank`."""
         return _InProcessExchange(self, rank)
 
 

@@ -61,5 +61,4 @@ def rank_variables(hosts: Sequence[str], address: str, secret: str) -> list[dict
 
 
 def new_secret() -> str:
-    """Return a secret for one job."""
     return secrets.token_hex(32)

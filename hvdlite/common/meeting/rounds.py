@@ -73,7 +73,6 @@ class Rounds:
         self._other_versions: dict[int, str] = {}
 
     def present(self, guest: Guest) -> None:
-        """Note that a rank is here."""
         self.guests[guest.rank] = guest
         self.seen.add(guest.rank)
 

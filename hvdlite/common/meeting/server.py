@@ -143,7 +143,6 @@ class MeetingServer:
         )  # fmt: skip
 
     def leave(self, guest: Guest) -> None:
-        """Take a guest out of its meeting."""
         self._rounds.leave(guest)
 
     def close(self, drain_seconds: float = 0.0) -> None:

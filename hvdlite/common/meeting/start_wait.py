@@ -30,7 +30,6 @@ class StartWait:
 
     @property
     def over(self) -> bool:
-        """Whether the limit has passed."""
         return time.monotonic() >= self.deadline
 
     def seconds(self) -> float:
@@ -77,7 +76,6 @@ class Presence(NamedTuple):
 
     @property
     def speaker(self) -> int | None:
-        """The rank that logs for all that wait."""
         return min(self.waiting, default=None)
 
     def spell(self) -> str:

@@ -57,7 +57,6 @@ class World(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return len(self.members)
 
     @property
@@ -71,7 +70,6 @@ class World(NamedTuple):
         return tuple(number for number, _ in self.members)
 
     def frame(self) -> list[Any]:
-        """Return the WORLD message."""
         members = [list(member) for member in self.members]
         return [WORLD, self.epoch, members, self.root, list(self.behind), self.commit]
 
@@ -128,7 +126,6 @@ def read_members(raw: Iterable[Any]) -> tuple[Member, ...]:
 
 
 def is_from_worker(message: Sequence[Any]) -> bool:
-    """Return whether a worker may send `message`."""
     match message:
         case [str(kind), int()] if kind == HELLO:
             return True

@@ -60,7 +60,6 @@ class WorkerServer:
             worker.send_head(head)
 
     def numbers(self) -> list[int]:
-        """Return the workers that are connected."""
         return list(self._workers)
 
     def silence(self) -> dict[int, float]:

@@ -75,7 +75,6 @@ class CpuBuffer:
 
     @property
     def nbytes(self) -> int:
-        """The size of the array."""
         return self.array.nbytes
 
     def wait(self) -> None:

@@ -25,12 +25,10 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor itself."""
         return tensor
 
 

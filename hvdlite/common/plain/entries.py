@@ -38,11 +38,9 @@ class Series:
         self.short: Any = None  # What short calls know of the series.
 
     def key(self, number: int) -> Key:
-        """Return the key of the entry with this number."""
         return self.request.process_set_id, f"{self.request.name}.{number}"
 
     def numbered(self, number: int) -> Request:
-        """Return the request with this number."""
         return self.request._replace(name=f"{self.request.name}.{number}")
 
 
@@ -79,7 +77,6 @@ class Entry:
 
     @property
     def input(self) -> Array:
-        """The input as a flat array."""
         raise TypeError(f"{self.request.collective} has no tensor")
 
     def output(self, shape: tuple[int, ...]) -> Array:
@@ -91,7 +88,6 @@ class Entry:
         raise TypeError(f"{self.request.collective} '{self.request.name}' is not on a device")
 
     def complete(self, value: Any = None) -> None:
-        """Complete the handle: the entry has run."""
         self.handle.complete(value)
 
     def complete_on_device(self, event: Event | None) -> None:
@@ -107,7 +103,6 @@ class Bundle(Entry):
     """
 
     def __init__(self, request: Request, entries: Sequence[Entry]) -> None:
-        """Exchange the data of `entries` under `request`."""
         super().__init__(request)
         self.entries = entries
         self.names = tuple(entry.request.name for entry in entries)
@@ -117,7 +112,6 @@ class Bundle(Entry):
         self.places = numbers("q", bytes(self.sizes.itemsize * len(entries)))
 
     def renew(self) -> None:
-        """Find the entries where they are now."""
         addresses = [entry.address or 0 for entry in self.entries]
         pack_into(f"{len(addresses)}q", self.places, 0, *addresses)
         self.enqueued = self.entries[0].enqueued

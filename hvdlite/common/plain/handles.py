@@ -143,7 +143,6 @@ class Handle:
         return handle
 
     def _sleep(self, seconds: float = -1) -> None:
-        """Sleep until the result is there, at most `seconds` if these are given."""
         gate = threading.Lock()
         gate.acquire()
         callbacks = self._callbacks
@@ -226,7 +225,6 @@ class SharedHandle(Handle):
             self._finish()
 
     def fail(self, error: Exception) -> None:
-        """Count an entry that has failed."""
         self._first = self._first or error
         self._left -= 1
         if self._left == 0:

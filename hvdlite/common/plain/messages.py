@@ -240,7 +240,6 @@ _ORDER_KIND = {kind: number for number, kind in enumerate(_ORDERS)}
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message."""
     body: Any = message
     if isinstance(message, Reports):
         body = [

@@ -36,7 +36,6 @@ class ResultMemory:
 
     @property
     def kept_bytes(self) -> int:
-        """How much is kept for later results, in bytes."""
         return sum(len(block) for block in self._kept.copy())
 
     def lend(self, nbytes: int) -> NDArray[np.uint8] | None:

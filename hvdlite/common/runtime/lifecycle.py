@@ -163,7 +163,6 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
 
 
 def _follow_worker(worker: ElasticWorker, runtime: Runtime) -> None:
-    """Let the worlds of `worker` rule `runtime`."""
     worker.follow(runtime.engine)
     if worker.world is not None:
         runtime.trainers.enter(runtime)

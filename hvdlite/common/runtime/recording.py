@@ -175,7 +175,6 @@ class Lasting(NamedTuple):
 
     @classmethod
     def new(cls, config: Config, rank: int, *, in_world: bool = True) -> Lasting:
-        """Return what records nothing yet."""
         return cls(Recording(config, rank, in_world=in_world), Trainers())
 
     def close(self) -> None:

@@ -81,7 +81,6 @@ class CostModel:
         self.cost = cost
 
     def segment_bytes(self, last_indices: Sequence[int]) -> list[float]:
-        """Return the bytes of each segment."""
         segment_bytes: list[float] = np.diff(self.sums[list(last_indices)], prepend=0.0).tolist()
         return segment_bytes
 

@@ -44,7 +44,6 @@ class Trials:
 
     @property
     def finished(self) -> bool:
-        """Whether all turns are over."""
         return not self._left
 
     def observe(self, iteration: MeasuredIteration) -> None:

@@ -106,7 +106,6 @@ class Timeline:
             self.enabled = True
 
     def records_to(self, path: str) -> bool:
-        """Return whether `path` is the file in use."""
         return self._trace is not None and self._trace.file.path == os.path.abspath(path)
 
     def close(self) -> None:
@@ -152,7 +151,6 @@ class Timeline:
             self._put(TraceWriter.rank_ready, tensor, rank)
 
     def negotiate_end(self, tensor: str) -> None:
-        """Record that all ranks are ready."""
         if self.enabled:
             self._put(TraceWriter.negotiate_end, tensor)
 
@@ -221,7 +219,6 @@ class Timeline:
             )
 
     def segment_end(self) -> None:
-        """Record the end of the segment that began last."""
         if self.enabled:
             self._put(TraceWriter.segment_end)
 

@@ -126,7 +126,6 @@ class Gathering:
         return b"1" if len(self._ranks) == 1 or self._place is not None else b"0"
 
     def split(self, answers: Sequence[bytes]) -> Topology:
-        """Return the topology."""
         topology = _split(self._hosts.values(), answers)
         together = topology.peers(self._rank)
         if len(together) < len(self._ranks) and self._rank == self._ranks[0]:

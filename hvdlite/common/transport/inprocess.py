@@ -56,7 +56,6 @@ class _Mailbox:
         self.short_call_memory = np.zeros(SHORT_CALL_BYTES, np.uint8)
 
     def update(self, change: Callable[[], object]) -> None:
-        """Apply `change` and wake the owner."""
         with self.changed:
             change()
             self.version += 1

@@ -69,7 +69,6 @@ class LocalMesh:
         return self.take()
 
     def take(self) -> list[Incoming]:
-        """Return all messages that are there."""
         messages = self.incoming.copy()
         self.incoming.clear()
         return messages

@@ -139,7 +139,6 @@ class RemoteMessages:
     def __init__(
         self, mpi: Any, comm: MPI.Intracomm, ranks: set[int], failures: RemoteFailures
     ) -> None:
-        """Exchange messages with `ranks` of `comm`."""
         self._mpi = mpi
         self._comm = comm
         self.ranks = ranks

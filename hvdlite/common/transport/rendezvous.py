@@ -80,7 +80,6 @@ class Meeting(NamedTuple):
             os.close(descriptor)
 
     def close(self) -> None:
-        """Remove the directory."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

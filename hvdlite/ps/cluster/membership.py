@@ -195,7 +195,6 @@ class Membership:
         return self.formed and all(member.lost for member in self.members.values())
 
     def describe(self) -> dict[str, Any]:
-        """Return who is there, as every member hears it."""
         servers = [self.members[key] for key in sorted(self.members) if key[0] == SERVER]
         return {
             "servers": [[each.number, each.address, each.incarnation] for each in servers],

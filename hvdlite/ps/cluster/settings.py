@@ -65,7 +65,6 @@ class ClusterSettings:
 
     @property
     def plan(self) -> ClusterPlan:
-        """What the cluster consists of."""
         return ClusterPlan(
             self.num_servers, self.num_workers, independent=self.independent,
             start_seconds=self.start_seconds, worker_seconds=self.worker_seconds,

@@ -98,7 +98,6 @@ class Client:
         return np.empty(size, dtype) if self.memory is None else self.memory.new(size, dtype)
 
     def disconnect(self, connection: Connection) -> None:
-        """End a connection, in the thread."""
         self._connections = [each for each in self._connections if each is not connection]
         connection.caller.close()
 

@@ -64,7 +64,6 @@ class Connection:
         self._unanswered_bytes, self._look_at = 0, math.inf
 
     def take(self, message: Message) -> None:
-        """Take an answer."""
         self.heard = self._now()
         if not message.request:
             self.news(message)
@@ -75,7 +74,6 @@ class Connection:
             self.receive(message)
 
     def send_again(self) -> None:
-        """Send again what has no answer yet: the connection is another one."""
         for sent in list(self._sent.values()):
             self.caller.send(sent.message)
 

@@ -159,7 +159,6 @@ class Encrypted(ssl.SSLSocket):
         return (total,)
 
     def send(self, data: Buffer, flags: int = 0) -> int:  # type: ignore[override]
-        """Send some of `data`; return how much."""
         try:
             return super().send(data)
         except ssl.SSLError as error:

@@ -87,7 +87,6 @@ def two_processes(member: str, present: bytes, former: bytes) -> str:
 
 
 def pack(message: Message) -> bytes:
-    """Return the head of a message."""
     packed: bytes = msgpack.packb((*message[:5], message.body))
     return packed
 

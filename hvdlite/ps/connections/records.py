@@ -53,7 +53,6 @@ class Records:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is written."""
         return self._file is not None or (self._timeline is not None and self._timeline.enabled)
 
     def begin(self, kind: str, table: str, peer: str = "") -> None:
@@ -67,7 +66,6 @@ class Records:
         self, kind: str, table: str, peer: str = "", *, version: int, clock: int | None = None,
         stale: int | None = None, nbytes: int = 0,
     ) -> None:  # fmt: skip
-        """Note that it is answered, or made."""
         start = self._since.pop((kind, table, peer), None)
         if start is None:
             return
@@ -82,7 +80,6 @@ class Records:
                 csv.writer(self._file).writerow(row)
 
     def close(self) -> None:
-        """Complete the files."""
         if self._own_timeline and self._timeline is not None:
             self._timeline.close()
         with self._lock:

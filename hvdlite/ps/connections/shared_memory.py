@@ -62,7 +62,6 @@ class SharedMemory:
         return root[:nbytes].view(dtype)
 
     def copy(self, array: Array) -> Array:
-        """Return a copy of an array."""
         copied = self.new(array.size, array.dtype)
         np.copyto(copied, array)
         return copied
@@ -77,7 +76,6 @@ class SharedMemory:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all regions."""
         return self._size
 
     def close(self) -> None:

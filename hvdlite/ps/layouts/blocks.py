@@ -37,12 +37,10 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
         return prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element."""
         return dtype_of(self.dtype).itemsize
 
 
@@ -69,7 +67,6 @@ class Block:
 
     @cached_property
     def size(self) -> int:
-        """The number of its elements."""
         return sum(part.stop - part.start for part in self.parts)
 
     @cached_property

@@ -48,7 +48,6 @@ class Layout:
     num_servers: int
 
     def bytes_of(self, part: Part) -> int:
-        """Return the size of a part in bytes."""
         return (part.stop - part.start) * self.itemsizes[part.key]
 
     def loads(self) -> list[int]:

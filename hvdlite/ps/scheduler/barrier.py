@@ -44,5 +44,4 @@ class Barrier:
         return [[worker, *passed] for worker, passed in self._passed.items()]
 
     def load(self, state: Iterable[Sequence[Any]]) -> None:
-        """Know again who has passed it."""
         self._passed = {worker: (peer, count) for worker, peer, count in state}

@@ -82,7 +82,6 @@ class Registry:
         return self._tables[name].declared_by
 
     def modes(self) -> dict[str, str]:
-        """Return the mode of each table."""
         return {name: table.options.mode for name, table in self._tables.items()}
 
     def tables_of(self, worker: int) -> set[str]:
@@ -90,7 +89,6 @@ class Registry:
         return {name for name, table in self._tables.items() if worker in table.workers}
 
     def forget(self, worker: int) -> None:
-        """Take note that a worker has left."""
         for table in self._tables.values():
             table.workers.discard(worker)
 

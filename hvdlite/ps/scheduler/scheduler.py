@@ -116,7 +116,6 @@ class Scheduler:
         return [Answer(peer, Message("beat", body=news)) for peer in peers]
 
     def _describe(self) -> dict[str, Any]:
-        """Return what members have to know."""
         return self.membership.describe() | {
             "job": self._job, "layout": self.registry.version,
             "layout_servers": self.registry.layout.num_servers,

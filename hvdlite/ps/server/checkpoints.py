@@ -38,8 +38,6 @@ Body = Mapping[str, Any]
 
 
 class _Read(NamedTuple):
-    """A table as it was read, and is to be."""
-
     name: str
     values: list[Array]
     state: dict[str, Array]
@@ -191,7 +189,6 @@ class ServerCheckpoints:
         return _Read(name, *join(described, sources, is_whole=saved[name]["whole"]))
 
     def _apply(self, body: Body) -> dict[str, Any] | None:
-        """Let the tables be what was read."""
         if any(self._is_sent(each.name) for each in self._was_read):
             return None
         for each in self._was_read:
@@ -227,7 +224,6 @@ def _check(saved: TableDescription, own: TableDescription) -> None:
 
 
 def remote_error(server: int, body: Body) -> Exception:
-    """Return the error that a server has told of."""
     kinds = {kind.__name__: kind for kind in ERRORS}
     return kinds.get(body.get("error", ""), ValueError)(f"server {server}: {body['why']}")
 

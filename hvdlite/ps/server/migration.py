@@ -189,7 +189,6 @@ class Migration:
         self._client.call(lambda: delivery.send(message))
 
     def _take(self, peer: bytes, message: Message) -> list[Answer]:
-        """Keep what another server has sent."""
         body = message.body
         saved = SavedTable.unpack(body["about"], message.payloads)
         place = (message.table, int(body["source"]))

@@ -189,7 +189,6 @@ class Server:
             self._snapshots.write_soon(self.saved(name))
 
     def saved(self, name: str) -> SavedTable:
-        """Return a table as it is now."""
         return SavedTable(self.descriptions[name], self.tables[name].copy(), self.layout)
 
     def replace(self, name: str, values: Sequence[Array], state: Mapping[str, Array]) -> None:
@@ -202,7 +201,6 @@ class Server:
     # -- another number of servers
 
     def set_handler(self, kind: str, handler: Callable[[bytes, Message], list[Answer]]) -> None:
-        """Let messages of a kind be answered by `handler`."""
         self._handlers[kind] = handler
 
     def save_next(self, saved: SavedTable) -> None:
@@ -216,7 +214,6 @@ class Server:
             self._snapshots.keep_only(self.layout)
 
     def switch(self, layout: int, tables: Sequence[SavedTable]) -> None:
-        """Keep these tables from now on, and no others."""
         for table in self.tables.values():
             for answer in table.moved():
                 self.listener.send(*answer)

@@ -111,7 +111,6 @@ class Clocks:
         return None if self.late() or not present else sorted(present)
 
     def update(self) -> None:
-        """Take note of an update."""
         self.present.pop(self.version, None)
         self.version += 1
 

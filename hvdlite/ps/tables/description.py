@@ -45,7 +45,6 @@ def describe_table(
     specs: Sequence[TensorSpec], blocks: Sequence[Block], mode: Mode, *, average: bool,
     rows: RowShare | None = None, first_key: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what `TableDescription` reads."""
     return {
         "rows": rows and [rows.spec.fields, rows.server, rows.servers],
         "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],

@@ -91,7 +91,6 @@ class Assemblies:
         return self._of.pop(worker).gradients()
 
     def forget(self, worker: int) -> None:
-        """Forget what a worker has sent."""
         self._of.pop(worker, None)
 
 

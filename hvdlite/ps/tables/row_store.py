@@ -109,17 +109,14 @@ class RowStore:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """The rows that are here."""
         return self._ids[: self._length]
 
     @property
     def values(self) -> Array:
-        """Their values, of shape (rows, length)."""
         return self._values[: self._length]
 
     @property
     def slots(self) -> dict[str, Array]:
-        """What belongs to each row, by names."""
         return {key: slot[: self._length] for key, slot in self._slots.items()}
 
     def add_slot(self, key: str, fill: float, dtype: np.dtype[Any]) -> None:
@@ -142,7 +139,6 @@ class RowStore:
         return np.fromiter(map(self._places.get, ids.tolist(), repeat(-1)), np.int64, len(ids))
 
     def load(self, ids: NDArray[np.int64], values: Array, slots: Mapping[str, Array]) -> None:
-        """Have these rows, and no others."""
         self._places.clear()
         self._length = 0
         self._slots.clear()

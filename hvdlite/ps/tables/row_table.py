@@ -57,27 +57,22 @@ class AddedRows:
         self.store = store
 
     def begin(self, values: Sequence[Array]) -> None:
-        """See `Updater`."""
         if values:
             self.store.load(values[0], values[1].reshape(-1, self.store.spec.length), {})
 
     def values(self) -> list[Array]:
-        """See `Updater`."""
         return [self.store.ids, self.store.values]
 
     def take(self, ids: NDArray[np.int64]) -> Array:
-        """See `RowUpdater`."""
         places = self.store.places(ids)
         return self.store.values[places]
 
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
-        """See `Updater`."""
         ids, rows = gradients
         places = self.store.places(ids)
         self.store.values[places] += rows
 
     def state(self) -> dict[str, Array]:
-        """See `Updater`."""
         return {}
 
     def load(self, state: Mapping[str, Array]) -> None:
@@ -93,12 +88,10 @@ class RowTable(Table):
     _before: tuple[int, NDArray[np.int64], Array] | None = None
 
     def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
-        """Answer with rows when the mode allows it."""
         self.rows.check(_ids_of(message))
         return super().pull(peer, worker, message)
 
     def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
-        """See `Table`."""
         super().replace(values, state)
         self._before = None
 

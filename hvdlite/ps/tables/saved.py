@@ -39,7 +39,6 @@ class SavedTable:
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks of the server."""
         return self.described.blocks
 
     @cached_property
@@ -176,7 +175,6 @@ class _Joining:
                 self._wanted.setdefault(key - shift, []).append((start, stop, number, at))
 
     def add(self, source: SavedTable, own: int) -> None:
-        """Take what is wanted of a block of a source."""
         block, names = source.blocks[own], _names_of(source, own)
         slots = {name: word for name, word in names.items() if source.state[name] == SLOT}
         for key, start, stop, at, _ in block.places:

@@ -86,7 +86,6 @@ class Table:
 
     @property
     def version(self) -> int:
-        """The number of updates."""
         return self.clocks.version
 
     # -- the beginning

@@ -42,20 +42,16 @@ class Added:
         self._values: list[Array] = []
 
     def begin(self, values: Sequence[Array]) -> None:
-        """See `Updater`."""
         self._values = [array if array.flags.writeable else array.copy() for array in values]
 
     def values(self) -> list[Array]:
-        """See `Updater`."""
         return self._values
 
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
-        """See `Updater`."""
         for values, pushed in zip(self._values, gradients, strict=True):
             np.add(values, pushed, out=values)
 
     def state(self) -> dict[str, Array]:
-        """See `Updater`."""
         return {}
 
     def load(self, state: Mapping[str, Array]) -> None:

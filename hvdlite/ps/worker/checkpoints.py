@@ -117,7 +117,6 @@ class _Phases:
         self._clocks = {name: table.clock for name, table in tables.items()}
 
     def save(self) -> dict[str, int]:
-        """Write the tables."""
         self.run("begin", tables=self._tables)
         written = self.run("write", servers=self._servers)
         self.run("commit", only_first=True, tables=self._tables, written=written)

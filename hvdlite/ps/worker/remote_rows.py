@@ -134,7 +134,6 @@ class RemoteRows(TableShards):
 
 
 def _of_servers(ids: NDArray[np.int64], servers: int) -> list[NDArray[np.intp]]:
-    """Return where the rows of each server are in `ids`."""
     owners = ids % servers
     return [np.flatnonzero(owners == server) for server in range(servers)]
 

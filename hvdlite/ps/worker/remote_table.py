@@ -114,7 +114,6 @@ class RemoteTable(TableShards):
 
     @property
     def is_whole(self) -> bool:
-        """See `TableShards`."""
         return self._options.part_bytes is None
 
     def move(self, answer: Message) -> None:

@@ -106,7 +106,6 @@ class ServerLink:
         self.send(Message("leave"))
 
     def fail(self, error: Exception) -> None:
-        """Fail all that waits for the server, or will."""
         with self._lock:
             self._error = error
             shards = self._shards

@@ -169,7 +169,6 @@ class Shard:
 
     @property
     def pulled(self) -> Sequence[Buffer] | None:
-        """The values that were pulled last."""
         return self._pulled
 
     @property
@@ -184,7 +183,6 @@ class Shard:
 
     @property
     def waits(self) -> bool:
-        """Whether somebody waits for the server."""
         pushes = self._push is not None and self._push.done is not _nothing
         return pushes or self._pull is not None or self._on_start is not None
 
@@ -197,7 +195,6 @@ class Shard:
             self.come_again()
 
     def fail(self, error: Exception) -> None:
-        """Fail all that waits for the server, or will."""
         if self.retired:
             return
         self._error = error

@@ -70,7 +70,6 @@ class Gate:
             self._changed.notify_all()
 
     def open(self) -> None:
-        """Let all pass."""
         with self._changed:
             self._border = self._on_quiet = None
             self._changed.notify_all()
@@ -164,7 +163,6 @@ class TableShards:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its tensors are kept whole."""
         return False
 
     @property
@@ -250,7 +248,6 @@ class TableShards:
             shard.come_again()
 
     def align(self, clock: int) -> None:
-        """Do steps again that this table has, and another one has not."""
         if 0 < self.clock - clock <= MOST_SKEW:
             for shard in self._shards:
                 shard.clock = clock

@@ -66,7 +66,6 @@ class Worker:
 
     @property
     def number(self) -> int:
-        """The number of this worker."""
         assert self._enrolment.number is not None
         return self._enrolment.number
 

@@ -63,11 +63,9 @@ class _GraphTensors(NumpyAdapter):
         return spec
 
     def place(self, tensor: Any, spec: TensorSpec) -> Place | None:
-        """Return the memory of a tensor of these properties."""
         return (tensor.address, None) if tensor.spec == spec else None
 
     def output(self, tensor: Any) -> HostBuffer:
-        """Return the memory of the tensor."""
         shape = tensor.spec.shape
         return CpuBuffer(array_at(tensor.address, shape, tensor.dtype, READ_AND_WRITE).reshape(-1))
 

@@ -238,7 +238,6 @@ class _GraphCollective(_Execution):
         return registered.call.start(self._inputs, ADAPTER, written)
 
     def empty_like(self, tensor: Array, shape: tuple[int, ...]) -> Array:
-        """Allocate the output for an input."""
         number = next(i for i, array in enumerate(self._inputs) if array is tensor)
         return self._make(number, shape)
 

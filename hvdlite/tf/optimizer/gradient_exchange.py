@@ -29,8 +29,6 @@ _RUNNER = TensorFlowRunner()
 
 
 class _DenseBucket:
-    """Gradients that are reduced together."""
-
     def __init__(
         self,
         names: Sequence[str],
@@ -54,8 +52,6 @@ class _DenseBucket:
 
 
 class _CompressedBucket:
-    """Gradients that are compressed and exchanged together."""
-
     def __init__(
         self,
         names: Sequence[str],

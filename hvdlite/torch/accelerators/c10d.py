@@ -276,7 +276,6 @@ def _options_class(name: str) -> Any:
 
 
 def _options(name: str, **values: Any) -> Any:
-    """Return the options of a collective, by the name of their class in c10d."""
     options = _options_class(name)()
     for key, value in values.items():
         setattr(options, key, value)

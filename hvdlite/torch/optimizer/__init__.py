@@ -203,7 +203,6 @@ def _name_parameters(
 
 
 def _resolve_groups(groups: object, names: Names, reduction: ReductionConfig) -> list[list[str]]:
-    """Return the names of the parameters of each group."""
     check_groups(groups, lambda value: isinstance(value, torch.Tensor), "torch.Tensor")
     if isinstance(groups, list):
         return [_names_of(group, names) for group in groups]

@@ -112,7 +112,6 @@ class Feedback:
 
 
 def _with_arrays(saved: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return what was saved, with each of its arrays or tensors changed."""
     return {
         key: {name: change(array) for name, array in value.items()}
         if key in ("factors", "residuals")

@@ -41,7 +41,6 @@ class GroupBase:
         *,
         writes: bool = True,
     ) -> CollectiveWork:
-        """Return the work of entries, which `CollectiveWork` is given."""
         caller = self._caller
         limit = timeout_of(options, timeout, caller.timeout)
         work = CollectiveWork(

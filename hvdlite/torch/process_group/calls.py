@@ -262,7 +262,6 @@ class Caller:
         target: torch.Tensor,
         expected: Sequence[int],
     ) -> Entry:
-        """Return the entry of one tensor."""
         if target is tensor:
             place = ADAPTER.place(tensor, known.call.spec)
             if place is not None:
@@ -293,7 +292,6 @@ class Caller:
         return known or self._keep(key, call), splits
 
     def _keep(self, key: Any, call: PreparedCall) -> KnownCall:
-        """Remember a call that was checked."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
             self._latest.clear()

@@ -97,7 +97,6 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices of tensors, that of objects first."""
         here = [kind for kind in devices() if kind == "cpu" or is_available(kind)]
         return [torch.device(kind) for kind in here]
 

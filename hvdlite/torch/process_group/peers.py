@@ -147,7 +147,6 @@ class Peers(GroupBase):
         key: tuple[int, int, int],
         peer: int,
     ) -> CollectiveWork:
-        """Start one message for each tensor."""
         self._check_message(what, tensors, peer)
         caller = self._caller
         sends = what == "send"

@@ -150,5 +150,4 @@ def _flat(array: Array) -> torch.Tensor:
 
 
 def _rows(tensor: torch.Tensor, shape: tuple[int, ...]) -> Array:
-    """Return the rows of such a tensor."""
     return array_of(tensor)[: math.prod(shape)].reshape(shape)

@@ -119,7 +119,6 @@ class ShardedExchange:
         self._arranged_for = tuple(self._find_trained(False).values()), self._members()
 
     def _find_trained(self, for_step: bool) -> dict[Tensor, str]:
-        """Return the parameters that are stepped, with their names."""
         candidates = {
             parameter: self.names[parameter]
             for parameter, _ in named_by_position(self.param_groups)

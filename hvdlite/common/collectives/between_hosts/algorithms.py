@@ -61,7 +61,6 @@ class Path(NamedTuple):
 
 
 def chain(hosts: int, host: int) -> tuple[Path, ...]:
-    """Return the path from each host to the next one."""
     return (Path(host - 1 if host else None, (host + 1,) if host + 1 < hosts else ()),)
 
 
@@ -121,7 +120,6 @@ class Algorithm:
 
     @property
     def phase(self) -> str:
-        """The name in the timeline."""
         return self.name.upper()
 
     def schedule(self, order: RingOrder) -> Schedule | None:
@@ -241,7 +239,6 @@ class Choice:
 def _groups(
     order: Mapping[str, Algorithm], chosen: Sequence[Algorithm]
 ) -> dict[Algorithm, list[int]]:
-    """Return the numbers of the tensors for which each algorithm was chosen."""
     found: dict[Algorithm, list[int]] = {}
     for number, algorithm in enumerate(chosen):
         found.setdefault(algorithm, []).append(number)

@@ -49,7 +49,6 @@ class Model:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The figures, in order."""
         return tuple(getattr(self, name) for name in self.names())
 
 

@@ -58,7 +58,6 @@ class RingOrder:
 
     @classmethod
     def of(cls, members: Members) -> RingOrder:
-        """Return the ring through all `members`."""
         order = tuple(member for host in members.topology.hosts for member in host)
         ranks = tuple(members.ranks[member] for member in order)
         return cls(order, ranks, order.index(members.index))
@@ -97,7 +96,6 @@ class Pipeline(ABC):
 
     @property
     def wire_dtype(self) -> np.dtype[Any]:
-        """The dtype of what is sent."""
         return self.arithmetic.output_dtype
 
     @cached_property

@@ -33,7 +33,6 @@ class Plan(Pipeline):
 
     @cached_property
     def steps(self) -> int:
-        """Number of steps."""
         return self.reduce_steps + self.gather_steps
 
     def chunk(self, step: int) -> int:
@@ -148,7 +147,6 @@ class RingRun:
             self._release(self._sends.popleft()[1])
 
     def _buffer(self, chunk: int, piece: int) -> Array:
-        """Return a buffer of the size of this piece."""
         plan = self._plan
         block = self._free.pop() if self._free else np.empty(plan.length, plan.wire_dtype)
         return block[: max(0, min(plan.length, plan.sizes[chunk] - piece * plan.length))]

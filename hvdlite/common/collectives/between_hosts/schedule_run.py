@@ -32,7 +32,6 @@ class ScheduledPlan(Pipeline):
 
     @property
     def steps(self) -> int:
-        """Number of rounds."""
         return len(self.schedule_of_member.rounds)
 
     def run(self, transport: Transport) -> None:
@@ -48,11 +47,9 @@ class _Piece:
         self.sends: list[Pending] = []
 
     def sums(self, start: int, stop: int) -> Array:
-        """Return the sums of the blocks at these places."""
         return self._sums[self.ends[start] : self.ends[stop]]
 
     def result(self, start: int, stop: int) -> Array:
-        """Return the results of the blocks at these places."""
         return self._result[self.ends[start] : self.ends[stop]]
 
     @property
@@ -62,8 +59,6 @@ class _Piece:
 
 
 class _Receive(NamedTuple):
-    """A receive that was posted."""
-
     buffer: Array
     pending: Pending
 
@@ -132,7 +127,6 @@ class ScheduleRun:
                 offset += view.size
 
     def _send(self, step: int, number: int) -> None:
-        """Send what goes out in a round."""
         piece = self._pieces[number]
         for move in self._rounds[step].sends:
             body = piece.result(move.start, move.stop)
@@ -181,7 +175,6 @@ class ScheduleRun:
     # -- memory
 
     def _piece(self, number: int) -> _Piece:
-        """Return the piece; its memory is that of one that is done, or new."""
         piece = self._pieces.get(number)
         if piece is None:
             again = bool(self._done) and self._done[0].sent

@@ -116,7 +116,6 @@ def _schedule(size: int, index: int, rounds: list[Round]) -> Schedule:
 
 
 def _rounds(size: int, index: int) -> tuple[list[Round], list[Round]]:
-    """Return the rounds of both halves."""
     halves, doubles = [], []
     for kept, held in halvings(size):
         ahead, behind, moved = (index + kept) % size, (index - kept) % size, held - kept

@@ -45,7 +45,6 @@ class HostGather:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the results."""
         return self._elements * self._dtype.itemsize
 
     def plan(self, algorithm: Algorithm, piece_bytes: int) -> Pipeline:
@@ -70,7 +69,6 @@ class HostGather:
         )
 
     def _gather(self, piece: int) -> None:
-        """Gather a piece of the block of this host."""
         local, block = self._layers.local, self._blocks[self._layers.host]
         mine = block.members[local.index]
         given: list[Array] = []

@@ -46,7 +46,6 @@ class Window:
             self._transport.wait(self._groups.popleft())
 
     def end(self) -> None:
-        """Wait for all."""
         while self._groups:
             self._transport.wait(self._groups.popleft())
 
@@ -286,12 +285,10 @@ class HostExchange:
 
 
 def _cut(array: Array, sizes: Sequence[int]) -> list[Array]:
-    """Return the parts of `array`, which have these sizes."""
     ends = list(accumulate(sizes, initial=0))
     return [array[start:stop] for start, stop in pairwise(ends)]
 
 
 def _unpack(source: Array, targets: Sequence[Array]) -> None:
-    """Copy the parts of `source` into `targets`."""
     for part, target in zip(_cut(source, [each.size for each in targets]), targets, strict=True):
         np.copyto(target, part)

@@ -46,8 +46,6 @@ class Carriers:
 
 
 class _Receive(NamedTuple):
-    """A receive that was posted for a piece."""
-
     piece: int
     body: Array
     pending: Pending
@@ -63,7 +61,6 @@ class _Stream:
 
     @property
     def first(self) -> _Receive:
-        """The receive that ends first."""
         return self.posted[0]
 
     def pop(self) -> _Receive:
@@ -136,7 +133,6 @@ class HostBroadcast:
         return [_Stream(self._receives(parent, each)) for parent, each in pieces.items()]
 
     def _receives(self, parent: int, pieces: Sequence[int]) -> Iterator[_Receive]:
-        """Post a receive for each of these pieces."""
         for piece in pieces:
             views = self._views(piece)
             body = views[0]
@@ -162,12 +158,10 @@ class HostBroadcast:
             self._sends.popleft()
 
     def _views(self, piece: int, pieces: int = 1) -> list[Array]:
-        """Return the parts of the tensors in some pieces."""
         start, stop = piece * self._length, (piece + pieces) * self._length
         return list(self._chain.views(start, min(stop, self._chain.size)))
 
     def _gathered(self, piece: int) -> Array:
-        """Return a piece as one array."""
         views = self._views(piece)
         return views[0] if len(views) == 1 else np.concatenate(views)
 

@@ -82,7 +82,6 @@ class HierarchicalBackend(HostsBackend):
         arithmetic: Arithmetic,
         activity: Activity,
     ) -> None:
-        """Reduce tensors that have the same algorithm."""
         blocks = algorithm.blocks(layers.ring_order)
         block_bytes = BLOCK_PIECES * self.piece_bytes * layers.slices * blocks
         if sum(array.nbytes for array in inputs) <= block_bytes:
@@ -143,7 +142,6 @@ class _Window:
             yield self._blocks[block].partial[self._index, offset : offset + stop - start]
 
     def unpack(self, start: int, buffer: Array) -> None:
-        """Keep one piece of the results."""
         if buffer.size:
             block, offset = divmod(start, self._length)
             self._blocks[block].result[self._index, offset : offset + buffer.size] = buffer
@@ -183,7 +181,6 @@ class _Pipeline:
         self._length = BLOCK_PIECES * length  # elements of a chunk in a block
 
     def _cut(self, arrays: Sequence[Array]) -> list[list[Chain]]:
-        """Return the chunks of every slice."""
         slices, count = self._layers.slices, self._chunks
         cut = []
         for index in range(slices):
@@ -193,7 +190,6 @@ class _Pipeline:
 
     @property
     def _slice_chunks(self) -> list[Chain]:
-        """The chunks of the slice of this member."""
         return self._sources[self._layers.local.index]
 
     def plan(self) -> Pipeline:

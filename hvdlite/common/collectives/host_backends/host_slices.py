@@ -36,7 +36,6 @@ class Layers:
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, members: Members) -> Layers:
-        """Return the layers of `members`."""
         hosts = members.topology.hosts
         positions = members.topology.peers(members.index)
         local_ranks = tuple(members.ranks[position] for position in positions)
@@ -55,7 +54,6 @@ class Layers:
 
     @property
     def host(self) -> int:
-        """The number of this host."""
         return self.ring_order.index
 
 
@@ -138,7 +136,6 @@ class Range(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return max(0, self.stop - self.start)
 
     def common(self, other: Range) -> Range:
@@ -183,7 +180,6 @@ class HostBlock:
         return Range(start, min(start + length, stop))
 
     def views(self, elements: Range) -> Iterator[Array]:
-        """Yield views of these elements, in order."""
         return self.chain.views(elements.start, elements.stop)
 
     def owned(self, elements: Range) -> Iterator[tuple[int, Array]]:
@@ -193,7 +189,6 @@ class HostBlock:
                 yield place, view
 
     def slice_chain(self, slice_: int) -> Chain:
-        """Return a slice."""
         return Chain(list(self.views(self.slices[slice_])))
 
 

@@ -38,12 +38,10 @@ class _Row:
         self._pieces = pieces
 
     def views(self, start: int, stop: int) -> Iterator[Array]:
-        """Yield one piece of it."""
         if start < stop:
             yield self._pieces[start // self._length][self._row, : stop - start]
 
     def unpack(self, start: int, buffer: Array) -> None:
-        """Keep one piece."""
         if buffer.size:
             self._pieces[start // self._length][self._row, : buffer.size] = buffer
 

@@ -101,7 +101,6 @@ class Cache:
             os.fsync(self._descriptor)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
 

@@ -173,7 +173,6 @@ class NativeShm:
             arguments.timeout_ns = min(2 * arguments.timeout_ns, int(CHECK_SECONDS * 1e9))
 
     def _arguments(self, members: Members, collective: int, itemsize: int) -> SegmentArguments:
-        """Return the arguments of a collective, for this call alone."""
         known = self._groups.get(members.ranks)
         if known is None:
             known = self._groups[members.ranks] = self._group(members)

@@ -35,7 +35,6 @@ class Variant(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags of the compiler."""
         return (*SHIPPED_FLAGS, f"-march={self.base}", *(f"-m{word}" for word in self.features))
 
 

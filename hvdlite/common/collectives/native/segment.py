@@ -90,7 +90,6 @@ class Chains:
 
     @classmethod
     def one(cls, arrays: Sequence[Array]) -> Chains:
-        """Return one chain of whole arrays."""
         return cls([each.size for each in arrays], [address(each) for each in arrays])
 
     @classmethod

@@ -214,7 +214,6 @@ class Nccl:
         return f"NCCL {self.version_text} reports {text!r} (code {code}){detail}"
 
     def unique_id(self) -> bytes:
-        """Return the id of a new communicator."""
         made = UniqueId()
         self.check(self.call("ncclGetUniqueId", ctypes.byref(made)), "ncclGetUniqueId")
         return bytes(made)

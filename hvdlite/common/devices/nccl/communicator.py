@@ -113,13 +113,11 @@ class NcclCommunicator:
             raise
 
     def allreduce(self, source: Buffer, target: Buffer, op: ReduceOp, stream: Stream) -> None:
-        """Reduce over all members."""
         self._reduce_by("ncclAllReduce", source, target, source.numel(), op, stream)
 
     def reduce(
         self, source: Buffer, target: Buffer, op: ReduceOp, root: int, stream: Stream
     ) -> None:
-        """Reduce to the member at `root`."""
         self._reduce_by("ncclReduce", source, target, source.numel(), op, stream, root)
 
     def reducescatter(self, source: Buffer, target: Buffer, op: ReduceOp, stream: Stream) -> None:
@@ -141,7 +139,6 @@ class NcclCommunicator:
         self._queue(name, *addresses, count, dtype, OPS[op], *root, stream=stream)
 
     def broadcast(self, buffer: Buffer, root: int, stream: Stream) -> None:
-        """Copy the buffer of the member at `root` to all."""
         place = buffer.data_ptr()
         count = buffer.numel() * self._item_bytes(buffer)
         self._queue("ncclBroadcast", place, place, count, BYTES, root, stream=stream)
@@ -192,13 +189,11 @@ class NcclCommunicator:
                 self._nccl.call("ncclRedOpDestroy", op, comm)
 
     def _queue(self, name: str, *arguments: Any, stream: Stream) -> None:
-        """Queue a collective on a stream."""
         with self._using(name) as comm:
             if comm is not None:
                 self._checked(name, *arguments, comm, self._forms.stream(stream))
 
     def _group(self, calls: Sequence[tuple[str, tuple[Any, ...]]], stream: Stream) -> None:
-        """Queue calls as one."""
         where = self._forms.stream(stream)
         with self._using("alltoall") as comm:
             if comm is None:
@@ -281,7 +276,6 @@ class NcclCommunicator:
         return f"{self._named('a collective')}: {self._nccl.error_text(code)}"
 
     def abort(self) -> None:
-        """End what is queued."""
         held = self._lock.acquire(timeout=ABORT_WAITS_SECONDS)
         try:
             comm, self._comm = self._comm, None

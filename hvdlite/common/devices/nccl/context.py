@@ -47,7 +47,6 @@ class CudaEvent:
         self._cuda.do("cudaEventRecord", self._event, stream)
 
     def make_wait(self, stream: Stream) -> None:
-        """Let a stream wait for it."""
         self._cuda.do("cudaStreamWaitEvent", stream, self._event, 0)
 
     def query(self) -> bool:
@@ -76,7 +75,6 @@ class TimedCudaEvent(CudaEvent):
     flags = BLOCKING_EVENT
 
     def seconds_since(self, earlier: TimedCudaEvent) -> float:
-        """Return the time from an event to this one."""
         return self._cuda.milliseconds(earlier._event, self._event) / 1000
 
 
@@ -141,7 +139,6 @@ class DeviceMemory:
 
     @property
     def nbytes(self) -> int:
-        """The size of all elements."""
         return self._count * numpy_dtype(self.dtype).itemsize
 
     def __getitem__(self, part: slice) -> DeviceMemory:
@@ -169,7 +166,6 @@ class CudaContext:
         self._streams: set[Stream] = set()  # Those of this context that exist.
 
     def new_stream(self) -> int:
-        """Return a stream for communication."""
         with self.cuda.on(self.device):
             stream = self.cuda.new("cudaStreamCreateWithFlags", NOT_BLOCKING_STREAM)
         with self.cuda.stream_lock:
@@ -198,7 +194,6 @@ class CudaContext:
         self.cuda.begin_thread()
 
     def run(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Queue what `work` does on a stream."""
         with self.allocating(stream):
             work()
 
@@ -234,7 +229,6 @@ class CudaContext:
         self.error = self.error or f"{self.identity}: {text}"
 
     def wait(self, stream: Stream, event: Any) -> None:
-        """Let a stream wait for an event."""
         event.make_wait(stream)
 
     def empty(self, count: int, dtype: str) -> DeviceMemory:
@@ -255,7 +249,6 @@ class CudaContext:
         self._copy(buffer.data_ptr(), values.ctypes.data, values.nbytes, HOST_TO_DEVICE)
 
     def copy(self, targets: Sequence[DeviceMemory], sources: Sequence[DeviceMemory]) -> None:
-        """Copy each source to its target."""
         for target, source in zip(targets, sources, strict=True):
             self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, BY_ADDRESSES)
 
@@ -278,7 +271,6 @@ class CudaContext:
             self.cuda.do("cudaMemcpyAsync", target, source, count, kind, self._thread.stream)
 
     def scale(self, buffer: DeviceMemory, factor: float) -> None:
-        """Multiply all elements."""
         if self.multiply is None:
             raise RuntimeError(f"{self.identity} multiplies nothing before a library connects")
         self.multiply(buffer, factor, self._thread.stream)

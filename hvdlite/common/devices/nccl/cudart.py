@@ -104,7 +104,6 @@ class CudaRuntime:
         return elapsed.value
 
     def function(self, name: str) -> Any:
-        """Return a function, for its address."""
         return self._functions[name]
 
     def device_of(self, address: int) -> int:

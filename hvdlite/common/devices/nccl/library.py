@@ -72,7 +72,6 @@ class NcclLibrary:
         return self._framework.context(device, local_rank)
 
     def unique_id(self) -> bytes:
-        """Return the id of a new communicator."""
         return self.nccl.unique_id()
 
     def connect(self, unique_id: bytes, index: int, size: int, context: Any) -> NcclCommunicator:
@@ -103,7 +102,6 @@ class CudaFramework:
         return str(buffer.dtype)
 
     def stream(self, stream: Stream) -> int:
-        """Return the stream, which is an address."""
         return int(stream)
 
     def context(self, device: Any, local_rank: int) -> CudaContext:

@@ -127,12 +127,10 @@ class Card(NamedTuple):
 
     @classmethod
     def new(cls, local: bytes, endpoints: Sequence[Endpoint], streams: int, failure: str) -> Card:
-        """Return the card of this rank."""
         host = os.environ.get("HVDLITE_HOST_NAME") or socket.gethostname()
         return cls(host, local, endpoints, streams, os.urandom(KEY_BYTES), failure)
 
     def pack(self) -> bytes:
-        """Return the card as bytes."""
         endpoints = [
             (ipaddress.ip_address(each.address).packed, each.prefix, each.port)
             for each in self.endpoints

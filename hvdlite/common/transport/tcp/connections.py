@@ -54,7 +54,6 @@ class Identity(NamedTuple):
 
     @property
     def party(self) -> Party:
-        """How this rank takes part in connections."""
         return Party(self.key, ROLE, ROLE)
 
     def claim(self, slot: Slot) -> bytes:

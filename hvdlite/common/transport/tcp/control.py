@@ -44,7 +44,6 @@ class ControlLink:
         self._queued: list[bytes] = []  # Until it is connected.
 
     def attach(self, connection: socket.socket) -> None:
-        """Use `connection` from now on."""
         self._link = Link(
             self._loop, connection, received=self._received, ended=self._ended,
             most_bytes=MESSAGE_BYTES, unpacker=bytes, liveness=self._liveness,
@@ -63,7 +62,6 @@ class ControlLink:
 
     @property
     def connected(self) -> bool:
-        """Whether it is or was connected."""
         return self._link is not None
 
     def _received(self, body: Any, _arrays: object) -> None:
@@ -98,7 +96,6 @@ class ControlLink:
         return self.idle and (self._link is None or not self._link.unconfirmed_bytes)
 
     def close(self) -> None:
-        """Close the connection."""
         if self._link is not None:
             self._link.close()
 
@@ -193,6 +190,5 @@ class ControlLinks:
         return link in self._one_way and not self._links.get(link.rank, link).idle
 
     def close(self) -> None:
-        """Close the connections."""
         for link in (*self._links.values(), *self._one_way):
             link.close()

@@ -78,11 +78,9 @@ class Stream:
 
     @property
     def connected(self) -> bool:
-        """Whether the connection is there, or was."""
         return self._connection is not None
 
     def attach(self, connection: socket.socket) -> None:
-        """Use `connection` from now on."""
         self._connection = connection
         self.move_out()
         self.move_in()
@@ -101,7 +99,6 @@ class Stream:
         self._watch()
 
     def receive(self, transfer: Transfer, nbytes: int, body: memoryview) -> None:
-        """Queue a part to be received."""
         self.receives.append(_Part(transfer, nbytes, bytearray(HEADER.size), body))
         if self._over is not None:
             self.end(self._over)
@@ -227,7 +224,6 @@ class Stream:
         parts.clear()
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             self._link.poller.forget(self._connection.fileno())
             self._connection.close()
@@ -266,7 +262,6 @@ class DataLink:
         return self._loss(self.rank, error)
 
     def send(self, array: Array) -> Transfer:
-        """Start to send a contiguous array."""
         self.use(array.nbytes)
         body = _bytes_of(array)
         cut = self._cut(body, self._sent)
@@ -277,7 +272,6 @@ class DataLink:
         return transfer
 
     def receive(self, array: Array) -> Transfer:
-        """Start to receive into a contiguous array."""
         self.use(array.nbytes)
         body = _bytes_of(array)
         cut = self._cut(body, self._received)
@@ -332,6 +326,5 @@ class DataLink:
             stream.end(error)
 
     def close(self) -> None:
-        """Close the connections."""
         for stream in self.streams:
             stream.close()
