@@ -32,6 +32,29 @@ class Timer:
         self.function = None
 
 
+class _Event:
+    """A descriptor that ends a sleep. It is closed with the last reference to it.
+
+    So its number belongs to no other file while a thread still writes to it, which no lock has to
+    ensure: signal handlers write, too.
+    """
+
+    def __init__(self) -> None:
+        self.number = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # So many others have done so.
+            os.eventfd_write(self.number, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.number)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # There was no descriptor left to be had.
+            os.close(self.number)
+
+
 class Loop:
     """The descriptors and timers of one thread; others may use `post`, `wake` and the timers.
 
@@ -50,8 +73,8 @@ class Loop:
         self._posted: deque[Callable[[], object]] = deque()
         self._thread = threading.get_ident()  # That called `run_once` last.
         self._sleeps = False  # While that waits, or is about to.
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.watch(self._wakeup, READ, self._run_posted)
+        self._wakeup: _Event | None = _Event()  # None: the loop was closed.
+        self.watch(self._wakeup.number, READ, self._run_posted)
 
     def now(self) -> float:
         """Return the time in seconds; only differences mean something."""
@@ -112,6 +135,8 @@ class Loop:
         timer = Timer(function)
         heapq.heappush(self._timers, (when, next(self._count), timer))
         # A signal handler of the loop's own thread may interrupt its sleep, which then goes on.
+        # `run_once` sets both fields before it looks at the timers, and here it is the other way
+        # round: either it has seen this timer, or it is woken.
         if self._sleeps or threading.get_ident() != self._thread:
             self.wake()
         return timer
@@ -129,12 +154,13 @@ class Loop:
 
     def wake(self) -> None:
         """End the sleep of the loop, from any thread; without effect on one that was closed."""
-        with contextlib.suppress(OSError, ValueError):  # A closed loop has no descriptor, or -1.
-            os.eventfd_write(self._wakeup, 1)
+        wakeup = self._wakeup
+        if wakeup is not None:
+            wakeup.set()
 
     def _run_posted(self, _events: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
+        if self._wakeup is not None:
+            self._wakeup.clear()
         try:
             for _ in range(len(self._posted)):  # What these post waits for the next turn.
                 self._posted.popleft()()
@@ -147,9 +173,7 @@ class Loop:
         self._handlers.clear()
         self._timers.clear()
         self._epoll.close()
-        wakeup, self._wakeup = self._wakeup, -1
-        if wakeup >= 0:
-            os.close(wakeup)
+        self._wakeup = None
 
 
 def readable(descriptor: int, seconds: float = 0.0) -> bool:

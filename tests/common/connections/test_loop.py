@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from hvdlite.common.connections.loop import Loop
+import os
+
+import pytest
+
+from hvdlite.common.connections.loop import Loop, readable
 
 
 def test_calls_for_a_loop_that_has_ended_are_without_effect() -> None:
@@ -12,3 +16,22 @@ def test_calls_for_a_loop_that_has_ended_are_without_effect() -> None:
     loop.post(lambda: made.append("posted"))
     loop.wake()
     assert not made
+
+
+def test_a_loop_that_closes_while_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wake is between its look at the descriptor and the write: nobody else gets its number."""
+    loop, write = Loop(), os.eventfd_write
+    others: list[int] = []
+
+    def late(descriptor: int, value: int) -> None:
+        loop.close()
+        others.extend(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
+        write(descriptor, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    before = len(os.listdir("/proc/self/fd"))
+    loop.wake()
+    assert len(os.listdir("/proc/self/fd")) == before, "epoll and eventfd are closed"
+    assert not any(map(readable, others))
+    for each in others:
+        os.close(each)
