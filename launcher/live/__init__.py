@@ -2,6 +2,7 @@
 
 job_view     what is known of the job; pure
 stragglers   who makes the others wait, and why; pure
+snapshot     the job at one moment as a plain dict: what is shown of it; pure
 prometheus   the numbers in the format of Prometheus (--metrics-port)
 table        the job as a table for a terminal (--live)
 live_view    holds these together for one job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping
 
 from hvdlite.common.base.errors import ConfigError
@@ -10,6 +11,7 @@ from hvdlite.common.connections.http_server import Content, HttpServer
 from hvdlite.launcher.command_line.live_options import LiveOptions
 from hvdlite.launcher.live.job_view import JobView
 from hvdlite.launcher.live.prometheus import CONTENT_TYPE, PrometheusPage
+from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.live.table import check_rich, lines_of
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
@@ -82,7 +84,7 @@ class LiveView:
     def _draw(self) -> None:
         try:
             size = self._console.size(STREAM)
-            lines = lines_of(self.job, self._loop.now(), *size)
+            lines = lines_of(snapshot(self.job, self._loop.now(), time.time()), *size)
         except Exception as error:  # Such as a terminal that is gone: no reason to end a training.
             self._shown, lines = False, []
             self._say(f"--live: the table ends: {error}")

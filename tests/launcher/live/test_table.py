@@ -14,6 +14,7 @@ import pytest
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.metrics import Sample, pack
 from hvdlite.launcher.live.job_view import STALL, JobView
+from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.live.stragglers import Straggler
 from hvdlite.launcher.live.table import check_rich, lines_of
 from hvdlite.launcher.processes.console import Console
@@ -46,7 +47,7 @@ def job(ranks: int) -> JobView:
 
 def shown(view: JobView, columns: int = 120, height: int = 40) -> list[str]:
     pytest.importorskip("rich")
-    return [CODES.sub("", line) for line in lines_of(view, 7.5, columns, height)]
+    return [CODES.sub("", line) for line in lines_of(snapshot(view, 7.5, 1000.0), columns, height)]
 
 
 def test_what_is_shown() -> None:
