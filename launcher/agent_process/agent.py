@@ -56,14 +56,14 @@ from hvdlite.launcher.agents.channel import (
     VERSION,
     Channel,
 )
+from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.signals import SignalInbox
 
 if TYPE_CHECKING:
     from hvdlite.launcher.agent_process.relay import WorkerRelay
 
-TERMINATE_SECONDS = 1.0  # From SIGTERM to SIGKILL, when the launcher has gone.
-TOLD_SECONDS = 2.0  # The same, when the agent itself was told to end.
+TOLD_SECONDS = 2.0  # From SIGTERM to SIGKILL, when the agent itself was told to end.
 LOOK_SECONDS = 1.0
 FOLDER_REMEDY = "Remedy: make the same folder there, or share it between the hosts"
 
@@ -283,7 +283,7 @@ class Agent:
 
     def _lose_launcher(self) -> None:
         self.channel.close()
-        self._end_ranks(TERMINATE_SECONDS)
+        self._end_ranks(ORPHAN_SECONDS)
 
     def _end_ranks(self, patience_seconds: float) -> None:
         self._signal_all(signal.SIGTERM)

@@ -34,7 +34,6 @@ class ElasticOptions(ElasticPlan):
 
     discovery_script: str | None = None
     slots_per_host: int = 1  # of hosts that the script prints without a number
-    host_timeout_seconds: float = 1.0
     worker_timeout_seconds: float = 10.0
 
 

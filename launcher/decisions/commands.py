@@ -16,7 +16,8 @@ class ElasticPlan:
     (low, high) of a failed host's absence; None: it never comes back. `elastic_timeout` limits
     every wait for slots, `start_timeout` that for an agent. `admit` says whether a change of hosts
     interrupts the workers when the newcomers are "ready", or at once, so that all "wait" for them.
-    `failures_by_host`: a failed worker excludes its whole host, and not only its slot.
+    `failures_by_host`: a failed worker excludes its whole host, and not only its slot. An agent
+    that is silent for `host_timeout_seconds` is lost, and one that hears nothing ends its workers.
     """
 
     num_proc: int
@@ -28,6 +29,7 @@ class ElasticPlan:
     start_timeout: float = 30.0
     admit: str = READY
     failures_by_host: bool = False
+    host_timeout_seconds: float = 1.0
 
 
 @dataclass(frozen=True)

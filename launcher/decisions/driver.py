@@ -46,7 +46,8 @@ class Driver:
         self._follow_at: float | None = None  # When what follows from agents is done.
         self._workers = Workers()
         self._failures = Failures()
-        self._hosts = Hosts(Cooldowns(plan.cooldown, uniform), plan.start_timeout)
+        cooldowns = Cooldowns(plan.cooldown, uniform)
+        self._hosts = Hosts(cooldowns, plan.start_timeout, plan.host_timeout_seconds)
         order = self._order
         self._placement = Placement(plan, self._hosts, self._workers, self._failures, order)
         self._worlds = WorldChanges(plan, self._workers, self._placement, self._failures, order)

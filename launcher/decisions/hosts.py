@@ -10,6 +10,11 @@ from enum import Enum
 from hvdlite.launcher.decisions.failures import FOREVER, Cooldowns
 
 LONGEST_DELAY_SECONDS = 60.0
+# What an agent gives its workers from SIGTERM to SIGKILL when its launcher has gone.
+ORPHAN_SECONDS = 1.0
+# Of the time after which silence is a loss: so much later than the launcher may an agent find that
+# the two are cut off. Both send a beat in each fifth of that time, and look twice as often.
+LATER = 0.4
 # How long a host stays away whose agent was told to end, while discovery shows it: twice as long
 # after each time.
 LEAVE_SECONDS = 60.0
@@ -46,10 +51,12 @@ class Leave:
 class Hosts:
     """What is known of each host."""
 
-    def __init__(self, cooldowns: Cooldowns, start_timeout: float) -> None:
+    def __init__(self, cooldowns: Cooldowns, start_timeout: float, host_timeout: float) -> None:
         self.found: dict[str, int] | None = None  # None: discovery has not answered yet.
         self.cooldowns = cooldowns
         self._start_timeout = start_timeout
+        # Until the workers of an agent that was cut off have ended: their slots are not free.
+        self._least_delay = LATER * host_timeout + ORPHAN_SECONDS
         self._agents: dict[str, Agent] = {}
         self._leaving: dict[str, Leave] = {}
         self._leaves: Counter[str] = Counter()
@@ -145,6 +152,7 @@ class Hosts:
         agent.stand = Stand.ABSENT
         agent.losses += 1
         delay = min(2.0 ** (agent.losses - 1), LONGEST_DELAY_SECONDS)
+        delay = max(delay, self._least_delay)
         agent.retry_at = now + delay
         return delay
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.elastic_driver.simulation import Simulation
+from tests.simulation.elastic.by_hand import JobByHand
 
 
 def test_fixed_hosts_start_and_return() -> None:
-    job = Simulation({"a": 2, "b": 2})
+    job = JobByHand({"a": 2, "b": 2})
     assert job.worlds == [[1, [0, 1, 2, 3], 0, [1, 2, 3], 0]]
     job.return_all([2, 0, 3])
     assert job.finish is None
@@ -16,7 +16,7 @@ def test_fixed_hosts_start_and_return() -> None:
 
 
 def test_a_killed_rank_is_restarted_and_taken_in_when_it_is_ready() -> None:
-    job = Simulation({"a": 4}, num_proc=4, min_np=2)
+    job = JobByHand({"a": 4}, num_proc=4, min_np=2)
     job.commit(5)
     job.kill(1)
     assert job.worlds[-1] == [2, [0, 2, 3], 0, [], 5]  # nobody receives weights
@@ -33,7 +33,7 @@ def test_a_killed_rank_is_restarted_and_taken_in_when_it_is_ready() -> None:
 
 
 def test_a_new_host_is_taken_in() -> None:
-    job = Simulation({"a": 2}, num_proc=2, min_np=1)
+    job = JobByHand({"a": 2}, num_proc=2, min_np=1)
     job.commit(3)
     job.discover({"a": 2, "b": 2})
     assert job.processes[0].last("seen") == ["seen", 1, 2]
@@ -48,7 +48,7 @@ def test_a_new_host_is_taken_in() -> None:
 
 
 def test_agents_that_come_together_start_their_workers_in_the_order_of_hosts() -> None:
-    job = Simulation({"a": 2, "b": 1, "c": 1}, num_proc=4, min_np=1)
+    job = JobByHand({"a": 2, "b": 1, "c": 1}, num_proc=4, min_np=1)
     hosts = {"d": 1, "e": 2}
     job.slow_hosts |= set(hosts)
     job.discover({"a": 2, "b": 1, "c": 1, **hosts})
@@ -56,6 +56,6 @@ def test_agents_that_come_together_start_their_workers_in_the_order_of_hosts() -
         job.agents.add(host)
         job.driver.agent_came(host, now=job.now)
     assert len(job.processes) == 4
-    job.settle()
+    job.carry_out()
     places = [(each.host, each.slot, each.start.start_rank) for each in job.processes.values()]
     assert places[4:] == [("d", 0, 4), ("e", 0, 5), ("e", 1, 6)]

@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 
 from hvdlite.common.meeting.placement import places
-from tests.elastic_driver.simulation import Simulation
+from tests.simulation.elastic.by_hand import JobByHand, running
 
 
-def running(hosts: dict[str, int], **plan: object) -> Simulation:
-    job = Simulation(hosts, **{"min_np": 1, **plan})
-    job.commit(4)
-    return job
-
-
-def grow(job: Simulation) -> None:
+def grow(job: JobByHand) -> None:
     job.newcomers_ready()
     job.pass_checks()
 
@@ -207,7 +201,7 @@ def test_no_state_is_lost_while_hosts_come_and_go(seed: int) -> None:
                 shown = choice.sample("abcd", choice.randint(1, 3))
                 job.discover({host: choice.randint(1, 2) for host in shown})
             case "newcomer":
-                new = [each for each in job.processes.values() if each.alive and not each.frames]
+                new = [each for each in job.processes.values() if each.lives and not each.frames]
                 for process in new[:1]:
                     job.hello(process.number)
                     if process.last("newcomer"):
@@ -215,7 +209,7 @@ def test_no_state_is_lost_while_hosts_come_and_go(seed: int) -> None:
             case "checks":
                 job.pass_checks()
             case "end":
-                told = [each for each in job.processes.values() if each.alive and each.last("end")]
+                told = [each for each in job.processes.values() if each.lives and each.last("end")]
                 for process in told[:1]:
                     job.end(process.number, 0)
             case "time":
@@ -323,7 +317,7 @@ def test_a_newcomer_on_a_host_that_is_removed_ends() -> None:
 
 
 def test_the_wait_for_the_first_world_says_what_discovery_shows() -> None:
-    job = Simulation(num_proc=3)
+    job = JobByHand(num_proc=3)
     wanted = "the next world waits for slots: {} slots missing ({} of 3 are there), discovery {}"
     job.wait(11)
     assert job.lines == [wanted.format(3, 0, "has not answered yet")]
@@ -336,7 +330,7 @@ def test_the_wait_for_the_first_world_says_what_discovery_shows() -> None:
 
 
 def test_a_first_discovery_that_fails_is_fatal() -> None:
-    job = Simulation(num_proc=1)
+    job = JobByHand(num_proc=1)
     job.event("discovery_failed", "exit code 3")
     assert job.finish is not None
     assert (job.finish.code, job.finish.results) == (1, ())
@@ -357,7 +351,7 @@ def test_a_later_discovery_that_fails_is_a_warning() -> None:
 
 
 def test_the_first_start_waits_for_enough_slots() -> None:
-    job = Simulation({"a": 1}, num_proc=3, min_np=1, elastic_timeout=30)
+    job = JobByHand({"a": 1}, num_proc=3, min_np=1, elastic_timeout=30)
     job.wait(10)
     assert job.agents == set()
     missing = "2 slots missing (1 of 3 are there), discovery shows a:1"
@@ -367,7 +361,7 @@ def test_the_first_start_waits_for_enough_slots() -> None:
 
 
 def test_the_first_start_does_not_wait_for_ever() -> None:
-    job = Simulation({"a": 1}, num_proc=3, min_np=1, elastic_timeout=30)
+    job = JobByHand({"a": 1}, num_proc=3, min_np=1, elastic_timeout=30)
     job.wait(30.1)
     assert job.finish is not None
     assert job.finish.code == 1
@@ -406,7 +400,7 @@ def test_five_hundred_ranks_cost_one_decision_a_change(monkeypatch: pytest.Monke
 
 def test_a_rank_that_has_to_leave_gives_its_commit_to_others_first() -> None:
     """It has committed once more than others before it heard of a loss."""
-    job = Simulation({"a": 2, "b": 1}, num_proc=3, min_np=1)
+    job = JobByHand({"a": 2, "b": 1}, num_proc=3, min_np=1)
     job.commit(1)
     job.discover({"a": 2})
     job.processes[2].commit = 2

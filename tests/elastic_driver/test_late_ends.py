@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.elastic_driver.running import finished, running
-from tests.elastic_driver.simulation import Simulation
+from tests.simulation.elastic.by_hand import JobByHand, finished, running
 
 
 def test_the_next_world_waits_for_no_process_that_has_raised() -> None:
@@ -124,7 +123,7 @@ def test_a_frame_that_no_worker_sends_changes_nothing(frame: list[Any]) -> None:
 
 
 def test_the_job_waits_for_the_end_of_a_worker_that_never_was_a_rank() -> None:
-    job = Simulation(num_proc=2)
+    job = JobByHand(num_proc=2)
     job.slow_workers = True
     job.discover({"a": 2})
     job.end(0, 0)
@@ -146,7 +145,7 @@ def test_a_connection_that_breaks_waits_for_the_end_of_the_process() -> None:
     assert "rank 1 (host a[1]) was lost: its connection to the driver ended" in sentence
 
 
-def leave(job: Simulation, number: int) -> None:
+def leave(job: JobByHand, number: int) -> None:
     job.busy.add(number)
     job.event("worker_said", number, ["bye"])
     job.event("worker_closed", number)

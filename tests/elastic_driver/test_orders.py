@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.elastic_driver.simulation import Process, Simulation
+from tests.simulation.elastic.by_hand import JobByHand, Puppet
 
 ANSWER, KILL, RAISE, RETURN, CLOSE, STOP = "answer", "kill", "raise", "return", "close", "stop"
 BEGIN = "begin to raise"  # The process ends at its next answer.
 Event = tuple[str, Any]
 
 
-class Puppets(Simulation):
+class Puppets(JobByHand):
     """Its workers keep what they are told until their turn comes."""
 
     def __init__(self, *arguments: Any, **plan: Any) -> None:
@@ -36,7 +36,7 @@ class Puppets(Simulation):
         self.heard += 1
         super().event(name, *arguments)
 
-    def hear(self, process: Process, frame: list[Any]) -> None:
+    def hear(self, process: Puppet, frame: list[Any]) -> None:
         if frame[0] == "world":
             super().hear(process, frame)
         else:
@@ -46,7 +46,7 @@ class Puppets(Simulation):
     def answer(self, number: int) -> None:
         """Let a worker say all that it has to say."""
         process = self.processes[number]
-        if not process.alive:
+        if not process.lives:
             return
         if any(process.ended):
             self.kill(number)
@@ -60,10 +60,10 @@ class Puppets(Simulation):
             return
         frames, self.unread[number] = self.unread.get(number, []), []
         for frame in frames:
-            if process.alive:
+            if process.lives:
                 self.react(process, frame)
 
-    def react(self, process: Process, frame: list[Any]) -> None:
+    def react(self, process: Puppet, frame: list[Any]) -> None:
         match frame:
             case ["newcomer", *_]:
                 self.ready(process.number)
@@ -96,7 +96,7 @@ class Puppets(Simulation):
                 self.lose_host(what)
         elif kind == "pass":
             self.wait(what)
-        elif what in self.processes and self.processes[what].alive:
+        elif what in self.processes and self.processes[what].lives:
             self.play_worker(kind, what)
 
     def play_worker(self, kind: str, number: int) -> None:
@@ -131,11 +131,11 @@ class Puppets(Simulation):
             if self.finish is None:
                 self.wait(1.5)
         for number in self.members:
-            if self.finish is None and self.processes[number].alive:
+            if self.finish is None and self.processes[number].lives:
                 self.end(number, 0)
 
     def waiting(self) -> bool:
-        living = [number for number in self.members if self.processes[number].alive]
+        living = [number for number in self.members if self.processes[number].lives]
         return not living or not all(self.processes[number].in_world for number in living)
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.elastic_driver.running import finished, running
-from tests.elastic_driver.simulation import Simulation
+from tests.simulation.elastic.by_hand import JobByHand, finished, running
 
 
 def test_the_state_comes_from_the_highest_commit_of_the_lowest_rank() -> None:
@@ -60,7 +59,7 @@ def test_a_return_does_not_hide_a_failure() -> None:
 
 
 def test_workers_that_return_without_ever_calling_init_succeed() -> None:
-    job = Simulation(num_proc=2)
+    job = JobByHand(num_proc=2)
     job.slow_workers = True
     job.discover({"a": 2})
     job.end(1, 0)
@@ -71,7 +70,7 @@ def test_workers_that_return_without_ever_calling_init_succeed() -> None:
 
 
 def test_all_workers_fail_before_the_first_world() -> None:
-    job = Simulation(num_proc=2)
+    job = JobByHand(num_proc=2)
     job.slow_workers = True
     job.discover({"a": 2})
     job.end(1, 1, "SyntaxError: invalid syntax")
@@ -84,7 +83,7 @@ def test_all_workers_fail_before_the_first_world() -> None:
 
 
 def test_a_worker_that_fails_before_the_first_world_is_replaced() -> None:
-    job = Simulation(num_proc=2)
+    job = JobByHand(num_proc=2)
     job.slow_workers = True
     job.discover({"a": 2})
     job.hello(0)
@@ -95,7 +94,7 @@ def test_a_worker_that_fails_before_the_first_world_is_replaced() -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_workers_that_are_killed_before_the_first_world_are_all_replaced(size: int) -> None:
-    job = Simulation(num_proc=size)
+    job = JobByHand(num_proc=size)
     job.slow_workers = True
     job.discover({"a": size})
     for number in range(size):
@@ -107,7 +106,7 @@ def test_workers_that_are_killed_before_the_first_world_are_all_replaced(size: i
 
 
 def test_workers_that_are_killed_again_and_again_before_the_first_world_end_the_job() -> None:
-    job = Simulation({}, num_proc=1)
+    job = JobByHand({}, num_proc=1)
     job.slow_workers = True
     job.discover({"a": 1})
     for number in range(3):
@@ -120,7 +119,7 @@ def test_workers_that_are_killed_again_and_again_before_the_first_world_end_the_
 # -- workers that are killed when they are done
 
 
-def say_bye(job: Simulation, *numbers: int) -> None:
+def say_bye(job: JobByHand, *numbers: int) -> None:
     for number in numbers:
         job.event("worker_said", number, ["bye"])
         job.event("worker_closed", number)
@@ -179,7 +178,7 @@ def test_a_host_that_is_lost_when_its_ranks_are_done() -> None:
 
 def test_a_host_without_workers_before_the_first_world_is_left_out() -> None:
     """One host's workers fail before they are ready: the others' ranks move down."""
-    job = Simulation(num_proc=4, min_np=2, failures_by_host=True)
+    job = JobByHand(num_proc=4, min_np=2, failures_by_host=True)
     job.slow_workers = True
     job.discover({"a": 2, "b": 2})
     job.end(0, 1)

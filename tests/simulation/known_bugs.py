@@ -13,13 +13,14 @@ from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.response_memory import ResponseMemory
+from hvdlite.launcher.decisions import hosts
 from hvdlite.launcher.decisions.hosts import order_hosts
 from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
 from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.tables.clocks import Clocks
 from hvdlite.ps.worker.shard import Shard
-from tests.simulation import clusters
+from tests.simulation.ps import cluster
 
 KNOWN_BUGS: dict[str, Callable[[], Any]] = {}
 
@@ -166,6 +167,9 @@ def a_table_is_sent_before_all_pushes_of_its_border_are_here(
     return table is not None and table.begun
 
 
+ELASTIC_BUGS["a host is used again while its workers end"] = lambda: patch.object(
+    hosts, "LATER", -hosts.ORPHAN_SECONDS
+)
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
-    clusters, "_sync", lambda file: None
+    cluster, "_sync", lambda file: None
 )

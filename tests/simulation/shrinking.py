@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from tests.simulation.elastic import ElasticProgram, make_elastic_program, play_elastic
-from tests.simulation.parameter_server import PsProgram, make_ps_program, play_ps
-from tests.simulation.programs import Epoch, Program, make_program
-from tests.simulation.ranks import play
+from tests.simulation.elastic.job import play_elastic
+from tests.simulation.elastic.programs import ElasticProgram, make_elastic_program
+from tests.simulation.ps.job import PsProgram, make_ps_program, play_ps
+from tests.simulation.ranks.job import play
+from tests.simulation.ranks.programs import Epoch, Program, make_program
 
 T = TypeVar("T")
 ORDERS = 10  # Of events, in which a smaller program is tried: each is a seed.
@@ -46,6 +47,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield replace(program, quits=_without(program.quits, number))
     for number in range(len(program.retunings)):
         yield replace(program, retunings=_without(program.retunings, number))
+    for number in range(len(program.troubles)):
+        yield replace(program, troubles=_without(program.troubles, number))
     if program.leaver is not None:
         yield replace(program, leaver=None)
     for number in range(len(program.epochs)):
@@ -124,6 +127,7 @@ def _without_last_rank(program: Program) -> Program:
         epochs=tuple(epochs),
         kills=tuple(replace(kill, rank=min(kill.rank, last - 1)) for kill in program.kills),
         quits=tuple(replace(each, rank=min(each.rank, last - 1)) for each in program.quits),
+        troubles=tuple(each for each in program.troubles if last not in (each.rank, each.other)),
         leaver=None if program.leaver is None else min(program.leaver, last - 1),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.known_bugs import ELASTIC_BUGS, KNOWN_BUGS, PS_BUGS
-from tests.simulation.ranks import PROGRESS
+from tests.simulation.ranks.job import PROGRESS
 from tests.simulation.shrinking import KINDS, Kind, shrink
 
 MOST_SEEDS = 1000

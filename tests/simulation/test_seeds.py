@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.simulation.elastic.programs import ElasticProgram, Happening, make_elastic_program
+from tests.simulation.ps.job import make_ps_program
+from tests.simulation.ranks.programs import make_program
 from tests.simulation.shrinking import KINDS
 
 # Seeds in the suite, and of one test; a soak plays more of them.
@@ -53,29 +57,46 @@ def test_a_seed_gives_the_same_trace_in_any_process() -> None:
     assert len(digests) == 1
 
 
-# What seeds beyond the share of the suite have found: the kind of job, the seed, and what it was.
-FOUND = [
-    ("ranks", 3221),  # A leader that had departed was not told why the job failed.
+# What seeds beyond the share of the suite have found: the kind of job, its program, what it was.
+FOUND: list[tuple[str, Any]] = [
+    # A leader that had departed was not told why the job failed.
+    ("ranks", make_program(3221, calm=True)),
     # Who had lost the data of a rank that fled blamed it, though the parent of both had died.
-    ("ranks", 6063),
-    ("ranks", 8099),  # The same, with the way up lost by way of two hosts.
+    ("ranks", make_program(6063, calm=True)),
+    ("ranks", make_program(8099, calm=True)),  # The same, with the way up lost by two hosts.
     # All ranks with the last commit were on hosts that left, and one of them was not enough ranks
     # for a world with those that came: it waited for ever.
-    ("elastic", 37589),
+    ("elastic", make_elastic_program(37589, calm=True)),
     # A rank was lost on the way to the check that all had agreed on, and its peer began a world
     # with an older commit than ranks had that were to leave.
-    ("elastic", 39838),
+    ("elastic", make_elastic_program(39838, calm=True)),
+    # A worker was started in the slot of one that its agent had yet to end, after a cut that was
+    # as long as the silence that counts as a loss.
+    (
+        "elastic",
+        ElasticProgram(
+            6000311,
+            (("c", 1), ("d", 1)),
+            admit="wait",
+            steps=200,
+            step_seconds=0.001,
+            commit_every=1,
+            happenings=(
+                Happening(1.6478552647171725, "stall", 6, "c", (), 1.112380568331558, 3, "b"),
+            ),
+        ),
+    ),
     # A scheduler that was lost forgot whose turn it was to load, and servers did not answer that
     # worker any more.
-    ("ps", 14941),
+    ("ps", make_ps_program(14941)),
     # A server that had come again had its newest snapshot, and gave it to a worker that had to make
     # the step before that again, where another server had lost more.
-    ("ps", 13175),
-    ("ps", 15012),
+    ("ps", make_ps_program(13175)),
+    ("ps", make_ps_program(15012)),
 ]
 
 
-@pytest.mark.parametrize(("name", "seed"), FOUND)
-def test_what_was_found_stays_mended(name: str, seed: int) -> None:
-    kind = KINDS[name]
-    assert kind.play(kind.make(seed)).broken is None
+@pytest.mark.parametrize("number", range(len(FOUND)))
+def test_what_was_found_stays_mended(number: int) -> None:
+    name, program = FOUND[number]
+    assert KINDS[name].play(program).broken is None

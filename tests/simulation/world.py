@@ -102,6 +102,7 @@ class Process:
         self.name = name
         self.killed = False
         self.ended = False
+        self.stopped = False  # By a signal, which another one undoes.
         self.on_pause: Action = lambda: None  # Called when it has run for a while.
         self._world = world
         self._go = threading.Semaphore(0)
@@ -129,11 +130,19 @@ class Process:
             if self._sleeps:
                 self._hand_over()
 
+    def go_on(self) -> None:
+        """Go on after a stop."""
+        self.stopped = False
+        self.poke()
+
     def _resume(self) -> None:
         self._resuming = False
-        if not self.ended and self._sleeps:
+        if self._may_go_on():
             self._hand_over()
             self.on_pause()
+
+    def _may_go_on(self) -> bool:
+        return self._sleeps and not self.ended and not self.stopped
 
     def _hand_over(self) -> None:
         self._sleeps = False
@@ -172,6 +181,6 @@ class Process:
             self._world.baton_is_back.release()
 
     def _time_is_up(self, turn: int) -> None:
-        if turn == self._turn and self._sleeps and not self.ended:
+        if turn == self._turn and self._may_go_on():
             self._hand_over()
             self.on_pause()

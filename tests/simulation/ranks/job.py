@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -23,8 +24,17 @@ from hvdlite.common.plain.entries import Entry, SegmentRun
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.timeline.recorder import Timeline
-from tests.simulation.programs import Call, Epoch, Kill, Program, Quit, Retuning, Tensor
-from tests.simulation.transport import Network
+from tests.simulation.ranks.programs import (
+    Call,
+    Epoch,
+    Kill,
+    Program,
+    Quit,
+    Retuning,
+    Tensor,
+    Trouble,
+)
+from tests.simulation.ranks.transport import Network
 from tests.simulation.world import BrokenError, World
 
 # A job that makes no progress for so long will never make any: all timers of the engines that do
@@ -54,6 +64,7 @@ class Rank:
         self.engine.observe(self.ran.append)
         self._script = self._run()
         self._steps = 0
+        self._steps_late = False  # When it goes on after a stop.
         self._waits: Callable[[], bool] | None = None
         self._waits_for = ""
         self._lot = random.Random(job.program.seed * 1000 + rank)
@@ -73,9 +84,24 @@ class Rank:
             self._waits = None
             self._job.world.after(self._job.world.soon(), self.step)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left of it."""
+        return self.end.closed or self.end.process.killed
+
+    def go_on(self) -> None:
+        """Go on after a stop."""
+        self.end.process.go_on()
+        if self._steps_late:
+            self._steps_late = False
+            self.step()
+
     def step(self) -> None:
         """Run the script up to its next pause."""
         if not self.lives:
+            return
+        if self.end.process.stopped:
+            self._steps_late = True
             return
         self._job.progress = self._job.world.now
         self._steps += 1
@@ -310,15 +336,19 @@ class Rank:
     def _check_blame(self, error: HorovodInternalError) -> None:
         """An error must come from a rank that was killed or has ended, and name it."""
         killed, quitters = self._job.killed, self._job.quitters
-        if error.rank in killed:
+        cuts = self._job.cuts
+        if error.rank in killed | cuts:
             return
         # Another rank may have ended by the first loss, and this one needs it.
-        ended = {rank.rank for rank in self._job.ranks if rank.code == 1} if killed else set()
+        ended = (
+            {rank.rank for rank in self._job.ranks if rank.code == 1} if killed | cuts else set()
+        )
         if quitters:
             ended |= {rank.rank for rank in self._job.ranks if not rank.lives}
         if error.job_goes_on and any(f"rank {r} " in str(error) for r in sorted(ended)):
             return
         text = f"{self.name} fails; {sorted(killed)} were killed, {sorted(quitters)} have quit"
+        text += f", connections of {sorted(cuts)} were cut"
         raise BrokenError(BLAME, f"{text}: {error}")
 
 
@@ -331,6 +361,7 @@ class Job:
         self.progress = 0.0
         self.killed: set[int] = set()
         self.quitters: set[int] = set()
+        self.cuts: set[int] = set()  # The ends of connections that were cut.
         self.broken: BrokenError | None = None
         topology = Topology(program.hosts)
         self.network = Network(
@@ -359,6 +390,8 @@ class Job:
             rank.start()
         for kill in self.program.kills:
             self.world.after(kill.at, partial(self._kill, kill))
+        for trouble in self.program.troubles:
+            self.world.after(trouble.at, partial(self._trouble, trouble))
         for retuning in self.program.retunings:
             self.world.after(retuning.at, partial(self._retune, retuning))
         self.world.after(PATIENCE_SECONDS, self._watch)
@@ -369,13 +402,13 @@ class Job:
             self.world.close()
 
     def _over(self) -> bool:
-        return all(not r.lives and (r.end.closed or r.end.process.killed) for r in self.ranks)
+        return all(not rank.lives and rank.has_ended for rank in self.ranks)
 
     def _kill(self, kill: Kill) -> None:
         topology = self.network.topology
         for number in topology.peers(kill.rank) if kill.host else (kill.rank,):
             rank = self.ranks[number]
-            if rank.end.closed or rank.end.process.killed:
+            if rank.has_ended:
                 continue
             self.killed.add(number)
             self.progress = self.world.now
@@ -383,8 +416,36 @@ class Job:
             rank.finish(137, "is lost with its host" if kill.host else "is killed")
             self.network.close(number, 1.0 if kill.host else 0.0)
 
+    def _trouble(self, trouble: Trouble) -> None:
+        rank, other = self.ranks[trouble.rank], self.ranks[trouble.other]
+        if rank.has_ended or other.has_ended:
+            return
+        self.progress = self.world.now
+        match trouble.kind:
+            case "stop" if not rank.end.process.stopped:
+                self.world.tell(rank.name, f"is stopped for {trouble.seconds:.4f} s")
+                rank.end.process.stopped = True
+                self.world.after(trouble.seconds, rank.go_on)
+            case "stall":
+                text = f"sends nothing to {other.name} for {trouble.seconds:.4f} s"
+                self.world.tell(rank.name, text)
+                self.network.stall(rank.rank, other.rank, trouble.seconds)
+            case "cut":
+                self._cut(rank.rank, other.rank)
+            case "part":
+                peers = self.network.topology.peers
+                for pair in itertools.product(peers(rank.rank), peers(other.rank)):
+                    self._cut(*pair)
+
+    def _cut(self, one: int, other: int) -> None:
+        self.world.tell(f"rank {one}", f"has no connection with rank {other} any more")
+        self.cuts |= {one, other}
+        self.network.cut(one, other)
+
     def _retune(self, retuning: Retuning) -> None:
         root = self.ranks[0]
+        if root.end.process.stopped:
+            return
         if not root.end.closed and not root.end.process.killed:
             self.world.tell(root.name, f"orders {retuning.order}")
             root.engine._control_plane.retune(retuning.order)
@@ -402,9 +463,13 @@ class Job:
         ]
         raise BrokenError(PROGRESS, "; ".join(waiting))
 
+    @property
+    def _loses(self) -> bool:
+        return bool(self.killed or self.quitters or self.cuts)
+
     def _check_end(self) -> None:
         for rank in self.ranks:
-            wanted = (0, 1) if self.killed or self.quitters else (0,)
+            wanted = (0, 1) if self._loses else (0,)
             if rank.rank not in self.killed and rank.code not in wanted:
                 raise BrokenError(ENDS, f"{rank.name} has ended with {rank.code}")
         for first in self.ranks:
@@ -416,7 +481,7 @@ class Job:
                 ]
                 least = min(map(len, orders))
                 if orders[0][:least] != orders[1][:least] or (
-                    not self.killed and not self.quitters and len(orders[0]) != len(orders[1])
+                    not self._loses and len(orders[0]) != len(orders[1])
                 ):
                     raise BrokenError(ORDER, f"{first.name} and {second.name} ran {orders}")
 

@@ -1,33 +1,24 @@
-"""A job without processes: carries out the commands of a driver, and moves its clock."""
+"""An elastic job whose workers a test plays: they do at once what it says, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlite.launcher.decisions.commands import (
-    DropAgent,
-    ElasticPlan,
-    EndWorker,
-    Finish,
-    Say,
-    StartAgent,
-    StartWorker,
-    Tell,
-)
-from hvdlite.launcher.decisions.driver import Driver
+from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
+from tests.simulation.elastic.launcher import Launcher
 
 
 @dataclass
-class Process:
-    """A worker as the operating system sees it."""
+class Puppet:
+    """A worker."""
 
     number: int
     host: str
     slot: int
     start: StartWorker
-    alive: bool = True
+    lives: bool = True
     frames: list[list[Any]] = field(default_factory=list)
     epoch: int = 0
     commit: int = 0
@@ -40,19 +31,16 @@ class Process:
         return next((frame for frame in reversed(self.frames) if frame[0] == kind), None)
 
 
-class Simulation:
+class JobByHand(Launcher):
     """Agents come at once and workers say hello at once, unless they are told not to."""
 
     def __init__(self, hosts: dict[str, int] | None = None, **plan: Any) -> None:
         plan.setdefault("min_np", plan.setdefault("num_proc", sum((hosts or {}).values()) or 1))
         uniform: Callable[[], float] = plan.pop("uniform", lambda: 0.0)
-        self.driver = Driver(ElasticPlan(**plan), uniform)
+        super().__init__(ElasticPlan(**plan), uniform)
         self.now = 100.0
-        self.processes: dict[int, Process] = {}
-        self.agents: set[str] = set()
+        self.puppets: dict[int, Puppet] = {}
         self.lines: list[str] = []
-        self.worlds: list[list[Any]] = []  # [epoch, members, root, behind, commit]
-        self.finish: Finish | None = None
         self.slow_hosts: set[str] = set()  # Their agents come when `agent` says so.
         self.slow_workers = False  # Newcomers say hello when `hello` says so.
         self.busy: set[int] = set()  # They do not answer a regroup.
@@ -60,11 +48,14 @@ class Simulation:
         if hosts is not None:
             self.discover(hosts)
 
+    @property
+    def processes(self) -> Mapping[int, Puppet]:
+        return self.puppets
+
     # -- events
 
     def event(self, name: str, *arguments: Any) -> None:
-        getattr(self.driver, name)(*arguments, now=self.now)
-        self.settle()
+        self.happen(name, *arguments, now=self.now)
 
     def discover(self, hosts: dict[str, int]) -> None:
         self.event("discovered", hosts)
@@ -77,52 +68,51 @@ class Simulation:
         self.event("worker_said", number, ["hello", 1000 + number])
 
     def ready(self, number: int, commit: int | None = None) -> None:
-        process = self.processes[number]
+        process = self.puppets[number]
         process.commit = process.commit if commit is None else commit
         process.in_world = False
         self.event("worker_said", number, ["ready", process.epoch, process.commit])
 
     def end(self, number: int, code: int, cause: str | None = None) -> None:
-        process = self.processes[number]
-        assert process.alive
-        process.alive = process.in_world = False
+        process = self.puppets[number]
+        assert process.lives
+        process.lives = process.in_world = False
         self.event("worker_ended", number, code, cause, code > 128)
 
     def begin_to_raise(self, number: int, cause: str = "ValueError") -> None:
         """Let a worker raise; its process has not ended."""
-        process = self.processes[number]
+        process = self.puppets[number]
         process.in_world, process.cause = False, cause
         self.event("worker_raised", number, cause)
 
     def end_by_exception(self, number: int) -> None:
         """Let the process end that has raised."""
-        self.end(number, 1, self.processes[number].cause)
+        self.end(number, 1, self.puppets[number].cause)
 
     def kill(self, number: int) -> None:
         self.end(number, 137, "killed by signal 9")
 
     def lose_host(self, host: str, why: str = "no sign of life for 1 s", back: bool = True) -> None:
         self.agents.discard(host)
-        for process in self.on(host):
-            process.alive = process.in_world = False
+        self.end_agent(host)
         self.event("agent_lost", host, why, back)
 
     def commit(self, number: int) -> None:
         """All ranks commit."""
         for member in self.members:
-            self.processes[member].commit = number
+            self.puppets[member].commit = number
 
     def pass_checks(self) -> None:
         """Let all ranks pass checks until the one in which they are interrupted."""
         for number in self.members:
-            process = self.processes[number]
+            process = self.puppets[number]
             frame = process.last("raise")
-            if process.alive and process.in_world and frame is not None:
+            if process.lives and process.in_world and frame is not None:
                 self.ready(number)
 
     def newcomers_ready(self) -> None:
-        for process in list(self.processes.values()):
-            if process.alive and process.epoch == 0 and process.last("newcomer"):
+        for process in list(self.puppets.values()):
+            if process.lives and process.epoch == 0 and process.last("newcomer"):
                 self.ready(process.number)
 
     def wait(self, seconds: float) -> None:
@@ -140,47 +130,43 @@ class Simulation:
 
     # -- commands
 
-    def settle(self) -> None:
-        while commands := self.driver.take():
-            for command in commands:
-                self.obey(command)
+    def begin_agent(self, host: str) -> None:
+        assert host not in self.agents
+        if host not in self.slow_hosts:
+            self.agents.add(host)
+            self.driver.agent_came(host, now=self.now)
 
-    def obey(self, command: Any) -> None:
-        assert self.finish is None, f"{command} after the end"
-        match command:
-            case StartAgent(host):
-                assert host not in self.agents
-                if host not in self.slow_hosts:
-                    self.agents.add(host)
-                    self.driver.agent_came(host, now=self.now)
-            case DropAgent(host):
-                self.agents.discard(host)
-                for process in self.on(host):
-                    process.alive = process.in_world = False
-            case StartWorker(number, host, slot):
-                assert host in self.agents
-                assert number not in self.processes
-                assert not any(each.slot == slot and each.alive for each in self.on(host))
-                self.processes[number] = Process(number, host, slot, command)
-                if not self.slow_workers:
-                    self.driver.worker_said(number, ["hello", 1], now=self.now)
-            case EndWorker(number, kill):
-                self.processes[number].ended.append(kill)
-            case Tell(numbers, frame):
-                for number in numbers:
-                    self.hear(self.processes[number], frame)
-            case Say(line):
-                self.lines.append(line)
-            case Finish():
-                self.finish = command
+    def end_agent(self, host: str) -> None:
+        for process in self.on(host):
+            process.lives = process.in_world = False
 
-    def hear(self, process: Process, frame: list[Any]) -> None:
+    def begin_worker(self, start: StartWorker) -> None:
+        assert start.host in self.agents
+        assert start.number not in self.puppets
+        self.puppets[start.number] = Puppet(start.number, start.host, start.slot, start)
+        if not self.slow_workers:
+            self.driver.worker_said(start.number, ["hello", 1], now=self.now)
+
+    def end_worker(self, number: int, *, kill: bool) -> None:
+        self.puppets[number].ended.append(kill)
+
+    def send(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
+        for number in numbers:
+            self.hear(self.puppets[number], frame)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def hear(self, process: Puppet, frame: list[Any]) -> None:
         process.frames.append(frame)
         match frame:
-            case ["world", epoch, members, root, behind, commit]:
-                self.note_world(process, epoch, members, [root, behind, commit])
+            case ["world", epoch, _, _, _, commit]:
+                process.epoch, process.in_world, process.checks = epoch, True, 0
+                if commit:
+                    process.commit = commit
+                process.frames = [each for each in process.frames if each[0] != "raise"]
             case ["regroup", epoch, _, _]:
-                if process.alive and epoch == process.epoch and process.number not in self.busy:
+                if process.lives and epoch == process.epoch and process.number not in self.busy:
                     assert not process.cause, "a worker that has raised is told of a loss"
                     process.in_world = False
                     frame = ["ready", process.epoch, process.commit]
@@ -188,34 +174,18 @@ class Simulation:
             case ["notice", counter, _]:
                 assert not process.cause, "a worker that has raised is asked for its checks"
                 frame = ["checks", counter, process.checks]
-                if process.alive:
+                if process.lives:
                     self.driver.worker_said(process.number, frame, now=self.now)
 
-    def note_world(self, process: Process, epoch: int, members: Any, sync: list[Any]) -> None:
-        numbers = [number for number, _ in members]
-        assert process.number in numbers
-        assert [self.processes[number].host for number in numbers] == [host for _, host in members]
-        world = [epoch, numbers, *sync]
-        if not self.worlds or self.worlds[-1][0] != epoch:
-            assert all(self.processes[number].alive for number in numbers), "a dead member"
-            assert not any(self.processes[number].cause for number in numbers), "it has raised"
-            assert epoch == len(self.worlds) + 1
-            if self.worlds:
-                before = self.worlds[-1][1]
-                kept = [number for number in numbers if number in before]
-                assert kept == [number for number in before if number in numbers], "ranks swapped"
-                assert numbers[0] in before, "rank 0 is a newcomer"
-            self.worlds.append(world)
-        assert self.worlds[-1] == world, "two worlds of one epoch"
-        process.epoch, process.in_world, process.checks = epoch, True, 0
-        if sync[2]:
-            process.commit = sync[2]
-        process.frames = [each for each in process.frames if each[0] != "raise"]
+    def check_world(self, world: list[Any]) -> None:
+        members = [self.puppets[number] for number in world[1]]
+        assert all(each.lives for each in members), "a dead member"
+        assert not any(each.cause for each in members), "it has raised"
 
     # -- questions
 
-    def on(self, host: str) -> list[Process]:
-        return [process for process in self.processes.values() if process.host == host]
+    def on(self, host: str) -> list[Puppet]:
+        return [process for process in self.puppets.values() if process.host == host]
 
     @property
     def members(self) -> list[int]:
@@ -225,8 +195,21 @@ class Simulation:
     @property
     def hosts(self) -> str:
         """The hosts of the last world, in rank order, in one word where they have one letter."""
-        return "".join(self.processes[number].host for number in self.members)
+        return "".join(self.puppets[number].host for number in self.members)
 
     def return_all(self, numbers: Iterable[int] | None = None) -> None:
         for number in self.members if numbers is None else numbers:
             self.end(number, 0)
+
+
+def running(hosts: dict[str, int], **plan: object) -> JobByHand:
+    """Return a job with a commit."""
+    job = JobByHand(hosts, **{"min_np": 1, **plan})
+    job.commit(4)
+    return job
+
+
+def finished(job: JobByHand) -> tuple[int, str]:
+    """Return exit code and sentence of a job that has ended."""
+    assert job.finish is not None
+    return job.finish.code, job.finish.sentence

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,21 +46,43 @@ class Network:
         self._world = world
         self._latency = latency
         self._busy_until: dict[tuple[int, int, str], float] = defaultdict(float)
+        self._stalls: dict[tuple[int, int], float] = defaultdict(float)  # Source, target -> end.
+        self._cuts: set[tuple[int, int]] = set()
         self._with_arrays: dict[int, set[int]] = defaultdict(set)
         self._trees = [Tree(topology, rank, fan_out) for rank in range(topology.size)]
         self.ends = [SimulatedTransport(world, self, rank) for rank in range(topology.size)]
 
     def carry(self, source: int, target: int, kind: str, action: Action) -> None:
         """Let `action` happen at `target` after a latency, and after all that was sent before."""
-        if self.ends[source].process.killed:
+        if self.ends[source].process.killed or (source, target) in self._cuts:
             return
         if kind == ARRAYS:
             self._with_arrays[source].add(target)
             self._with_arrays[target].add(source)
         key = source, target, kind
         at = max(self._busy_until[key], self._world.now + self._latency_between(source, target))
-        self._busy_until[key] = at
-        self._world.after(at - self._world.now, lambda: self._arrive(target, action))
+        at = self._busy_until[key] = max(at, self._stalls[source, target])
+
+        def arrive() -> None:
+            if (source, target) not in self._cuts:
+                self._arrive(target, action)
+
+        self._world.after(at - self._world.now, arrive)
+
+    def stall(self, source: int, target: int, seconds: float) -> None:
+        """Let nothing arrive for a while in one direction."""
+        self._stalls[source, target] = self._world.now + seconds
+
+    def cut(self, one: int, other: int) -> None:
+        """End what two ranks have open between them: both see it, and what is under way is lost."""
+        for source, target in ((one, other), (other, one)):
+            self._cuts.add((source, target))
+            end, process = self.ends[target], self.ends[source].process
+            if process.killed or self.ends[source].closed:
+                continue
+            if source in self._trees[target].neighbours:
+                self._arrive(target, partial(end.lose_control, source))
+            self._arrive(target, partial(end.lose_arrays, source))
 
     def _latency_between(self, one: int, other: int) -> float:
         near = self.topology.host_of[one] == self.topology.host_of[other]

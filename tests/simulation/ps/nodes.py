@@ -20,7 +20,7 @@ from hvdlite.common.plain.handles import Handle
 from tests.simulation.world import Action, KilledError, Process
 
 if TYPE_CHECKING:
-    from tests.simulation.clusters import Cluster, Link, SimulatedListener
+    from tests.simulation.ps.cluster import Cluster, Link, SimulatedListener
 
 
 class KilledThread(BaseException):
@@ -143,15 +143,8 @@ class Task(Process):
         except KilledError:
             raise KilledThread from None
 
-    def _resume(self) -> None:
-        if self.node.stopped and not self.killed:
-            self._resuming = False
-        else:
-            super()._resume()
-
-    def _time_is_up(self, turn: int) -> None:
-        if not self.node.stopped or self.killed:
-            super()._time_is_up(turn)
+    def _may_go_on(self) -> bool:
+        return super()._may_go_on() and (self.killed or not self.node.stopped)
 
 
 class Signal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -193,6 +193,25 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class Trouble:
+    """Something that befalls a rank, or the connections between two, while both go on.
+
+    | kind | what |
+    |---|---|
+    | stop | the rank is stopped for some seconds |
+    | stall | nothing that it sends to `other` arrives for some seconds |
+    | cut | what it has open with `other` ends, with what is under way |
+    | part | the same holds between all ranks of their hosts |
+    """
+
+    at: float
+    kind: str
+    rank: int
+    other: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Quit:
     """A rank raises an exception, which ends it, at the step of its script of this number."""
 
@@ -235,6 +254,7 @@ class Program:
     retunings: tuple[Retuning, ...] = ()
     kills: tuple[Kill, ...] = ()
     quits: tuple[Quit, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
     leaver: int | None = None  # The rank that shuts down while others go on.
 
     @property
@@ -242,8 +262,8 @@ class Program:
         return sum(map(len, self.hosts))
 
 
-def make_program(seed: int) -> Program:
-    """Return the program of a seed."""
+def make_program(seed: int, *, calm: bool = False) -> Program:
+    """Return the program of a seed; in a `calm` one ranks only end."""
     lot = random.Random(seed)
     size = lot.choice((1, 2, 2, 3, 3, 4, 5, 6))
     cuts = sorted(lot.sample(range(1, size), lot.randint(0, size - 1)))
@@ -272,7 +292,7 @@ def make_program(seed: int) -> Program:
             )
             for _ in range(lot.randint(1, 3))
         )
-    return Program(
+    program = Program(
         seed,
         hosts,
         epochs,
@@ -290,6 +310,26 @@ def make_program(seed: int) -> Program:
         quits=quits,
         leaver=lot.randrange(size) if not (kills or quits) and lot.random() < 0.5 else None,
     )
+    if calm or lot.random() < 0.6:
+        return program
+    return replace(program, troubles=_make_troubles(lot, program))
+
+
+def _make_troubles(lot: random.Random, program: Program) -> tuple[Trouble, ...]:
+    """Draw troubles; only ranks of different hosts have connections that can be cut."""
+    troubles = []
+    scale = program.latency + program.jitter
+    for _ in range(lot.randint(1, 3)):
+        rank = lot.randrange(program.size)
+        far = [other for host in program.hosts if rank not in host for other in host]
+        at = scale * lot.choice((1, 10, 50)) * lot.random()
+        kind = lot.choice(("stop", "stall", "cut", "part") if far else ("stop",))
+        other = lot.choice(far) if far else rank
+        if kind in ("cut", "part") and program.leaver is not None:
+            kind = "stall"
+        seconds = lot.choice((scale, 0.1, 1.5)) * lot.random()
+        troubles.append(Trouble(at, kind, rank, other, seconds))
+    return tuple(troubles)
 
 
 def _make_epoch(lot: random.Random, size: int, number: int) -> Epoch:

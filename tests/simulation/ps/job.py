@@ -29,8 +29,8 @@ from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.test_tables import Momentum
-from tests.simulation.clusters import Cluster
-from tests.simulation.nodes import Node, here
+from tests.simulation.ps.cluster import Cluster
+from tests.simulation.ps.nodes import Node, here
 from tests.simulation.world import BrokenError, World
 
 RESULTS, PROGRESS, STALENESS, ENDS = (

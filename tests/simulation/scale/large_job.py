@@ -33,7 +33,7 @@ from hvdlite.common.plain.messages import Request, Segment
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Incoming
-from tests.simulation.large_start import Launcher, RankZero
+from tests.simulation.scale.large_start import Launcher, RankZero
 from tests.simulation.world import World
 
 HOST = 8  # Ranks of a host.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulation.scale import TENSORS, Large, Start
+from tests.simulation.scale.large_job import TENSORS, Large, Start
 
 
 def test_steps_and_the_loss_of_a_host() -> None:

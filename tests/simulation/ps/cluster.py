@@ -22,7 +22,7 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.ps import roles
 from hvdlite.ps.connections import client, outside
 from hvdlite.ps.connections.messages import Message, pack, parse
-from tests.simulation.nodes import (
+from tests.simulation.ps.nodes import (
     Condition,
     Event,
     KilledThread,

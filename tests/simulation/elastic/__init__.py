@@ -1,0 +1,1 @@
+"""Elastic jobs: the real driver."""

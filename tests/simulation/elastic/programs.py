@@ -1,0 +1,135 @@
+"""Random programs of elastic jobs: what happens to their workers, hosts and launcher."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from hvdlite.launcher.decisions import commands
+
+SILENCE_SECONDS = 1.0  # After which an agent that says nothing is lost.
+# Ways of what a cut between the launcher and a host stops.
+TO_LAUNCHER, FROM_LAUNCHER = 1, 2
+GENTLE = ("show", "freeze", "jump", "stall", "part")  # Nobody dies by these.
+
+
+@dataclass(frozen=True)
+class Happening:
+    """Something that happens to a job: to the worker `which` of the living ones, or to a host.
+
+    | kind | what |
+    |---|---|
+    | kill, stop, raise | a worker is killed, stopped for good, or raises |
+    | pause, close, return | it is stopped for some seconds, loses its connection, is done early |
+    | lose, restore, leaving | a host is lost without a word, is back, or says that it will go |
+    | show | discovery shows `hosts` |
+    | stall | for some seconds, nothing arrives between launcher and host in the ways `way` |
+    | part | ranks of `host` and of `other` do not reach each other for some seconds |
+    | freeze, jump | the launcher stops for some seconds, or its clock jumps by so many |
+    """
+
+    at: float
+    kind: str
+    which: int = 0
+    host: str = ""
+    hosts: tuple[tuple[str, int], ...] = ()
+    seconds: float = 0.0
+    way: int = 0
+    other: str = ""
+
+
+@dataclass(frozen=True)
+class ElasticProgram:
+    """An elastic job: its hosts, its plan, and what happens to it."""
+
+    seed: int
+    hosts: tuple[tuple[str, int], ...]
+    min_np: int = 1
+    max_np: int | None = None
+    admit: str = commands.READY
+    failures_by_host: bool = False
+    steps: int = 40
+    step_seconds: float = 0.1
+    commit_every: int = 2
+    happenings: tuple[Happening, ...] = ()
+
+    @property
+    def is_graceful(self) -> bool:
+        """Whether nobody dies: the job has to succeed."""
+        return all(
+            each.kind in GENTLE and not (each.kind == "stall" and each.seconds > SILENCE_SECONDS)
+            for each in self.happenings
+        )
+
+
+def make_elastic_program(seed: int, *, calm: bool = False) -> ElasticProgram:
+    """Return the program of a seed; a `calm` one has working connections and clocks."""
+    lot = random.Random(seed)
+    names = "abcd"[: lot.randint(1, 4)]
+    hosts = tuple((name, lot.randint(1, 3)) for name in names)
+    graceful = lot.random() < 0.3
+    happenings = _make_happenings(lot, hosts, graceful=graceful)
+    steps, step_seconds = lot.choice(((200, 1e-3), (200, 1e-3), (40, 0.01), (20, 0.3)))
+    program = ElasticProgram(
+        seed,
+        hosts,
+        min_np=lot.choice((1, 1, min(3, sum(slots for _, slots in hosts)))),
+        max_np=lot.choice((None, None, 3, 4)),
+        admit=lot.choice((commands.READY, commands.WAIT)),
+        failures_by_host=lot.random() < 0.2,
+        steps=steps,
+        step_seconds=step_seconds,
+        commit_every=lot.choice((1, 1, 3)),
+        happenings=tuple(happenings),
+    )
+    if calm or lot.random() < 0.4:
+        return program
+    troubles = _make_troubles(lot, happenings, graceful=graceful)
+    return replace(program, happenings=(*happenings, *troubles))
+
+
+def _make_happenings(
+    lot: random.Random, hosts: tuple[tuple[str, int], ...], *, graceful: bool
+) -> list[Happening]:
+    deaths = ("kill", "kill", "stop", "raise", "lose", "show", "leaving")
+    kinds = ("show",) if graceful else deaths
+    happenings = []
+    at = lot.choice((0.0, 0.2, 2.0)) + 0.1 * lot.random()
+    for _ in range(lot.randint(0, 5)):
+        at += lot.choice((0.003, 0.003, 0.05, 1.0, 4.0)) * lot.random()
+        kind = lot.choice(kinds)
+        host = lot.choice("abcde")
+        shown = tuple((name, lot.randint(1, 3)) for name in "abcde" if lot.random() < 0.5)
+        if lot.random() < 0.5:  # One of them less.
+            shown = tuple(each for each in hosts if each[0] != host)
+        happenings.append(
+            Happening(at, kind, lot.randrange(8), host, shown or hosts if kind == "show" else ())
+        )
+        if not graceful and lot.random() < 0.3:  # Two that come together.
+            happenings.append(Happening(at + 3e-3 * lot.random(), "kill", lot.randrange(8)))
+        if kind == "lose" and lot.random() < 0.7:
+            happenings.append(Happening(at + 5 * lot.random(), "restore", host=host))
+    return happenings
+
+
+def _make_troubles(
+    lot: random.Random, happenings: list[Happening], *, graceful: bool
+) -> list[Happening]:
+    """Draw what befalls connections, clocks and processes that go on; some beside other events."""
+    kinds: tuple[str, ...] = ("freeze", "jump", "stall", "part")
+    if not graceful:
+        kinds += ("pause", "pause", "close", "return", "stall")
+    troubles = []
+    for _ in range(lot.randint(1, 3)):
+        at = lot.choice((0.5, 2.5, 6.0)) * lot.random()
+        if happenings and lot.random() < 0.5:
+            at = lot.choice(happenings).at + lot.choice((0.003, 0.05, 1.0)) * lot.random()
+        kind = lot.choice(kinds)
+        short = kind == "freeze" or (kind == "stall" and graceful)
+        seconds = lot.choice((0.01, 0.2, 0.9) if short else (0.05, 0.5, 2.0, 8.0)) * lot.random()
+        host, other = lot.sample("abcd", 2)
+        way = lot.choice((TO_LAUNCHER, FROM_LAUNCHER, TO_LAUNCHER | FROM_LAUNCHER))
+        troubles.append(
+            Happening(at, kind, lot.randrange(8), host, seconds=seconds, way=way, other=other)
+        )
+    return troubles

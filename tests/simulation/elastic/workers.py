@@ -1,0 +1,184 @@
+"""A worker of an elastic job: it speaks by membership/frames.py, and trains a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hvdlite.common.membership.checks import Checks
+from hvdlite.launcher.decisions import commands
+from tests.simulation.elastic.launcher import ORDER
+from tests.simulation.world import BrokenError
+
+if TYPE_CHECKING:
+    from tests.simulation.elastic.job import ElasticJob
+
+
+@dataclass
+class Saved:
+    """What a commit keeps."""
+
+    step: int = 0
+    total: int = 0
+
+
+class Worker:
+    """A process that trains."""
+
+    def __init__(self, job: ElasticJob, start: commands.StartWorker) -> None:
+        self.number, self.host, self.slot = start.number, start.host, start.slot
+        self.name = f"worker {start.number}"
+        self.lives = True
+        self.stopped = False  # By a signal: it does nothing, and has not ended.
+        self.backlog: list[Callable[[], None]] = []  # What it does when it goes on.
+        self.cut_off = False  # The launcher has given up its agent.
+        self.ended = False  # It was told to end, or is done, or raises.
+        self.commit = 0
+        self.saved = Saved()
+        self.step = self.total = 0
+        self.epoch = 0
+        self.members: tuple[int, ...] = ()
+        self.world: list[Any] = []
+        self.left = 0  # The last epoch that it has left.
+        self._job = job
+        self._checks = Checks()
+
+    # -- what the driver says
+
+    def hear(self, frame: list[Any]) -> None:
+        self.act(lambda: self._obey(frame))
+
+    def act(self, action: Callable[[], None]) -> None:
+        """Let it do something, now or when it goes on."""
+        if self.stopped:
+            self.backlog.append(action)
+        elif self.lives:
+            action()
+
+    def go_on(self) -> None:
+        """Go on after a stop."""
+        self.stopped, backlog, self.backlog = False, self.backlog, []
+        for action in backlog:
+            self.act(action)
+
+    def _obey(self, frame: list[Any]) -> None:
+        match frame:
+            case ["newcomer", *_]:
+                self._soon(lambda: self.say("ready", 0, self.commit))
+            case ["world", int(epoch), *_] if epoch > self.epoch:
+                self._begin(frame)
+            case ["bodies", int(epoch), 0, _] if epoch == self.epoch > self.left:
+                self._soon(lambda: self._sync(epoch))
+            case ["regroup", int(epoch), *_] if epoch == self.epoch:
+                self.lose(epoch)
+            case ["notice", int(counter), int()]:
+                self._checks.hold(counter)
+                self.say("checks", counter, self._checks.passed)
+            case ["raise", int(counter), int(check), int(kind)]:
+                self._checks.decide(counter, check, kind)
+                self._job.collectives.look(self)
+            case ["end", int(code), _]:
+                self.ended = True
+                self._soon(lambda: self._job.exit(self, code))
+
+    def say(self, *frame: Any) -> None:
+        if self.lives and not self.stopped:
+            self._job.to_driver(self, list(frame))
+
+    # -- a world
+
+    def _begin(self, frame: list[Any]) -> None:
+        _, self.epoch, members, *_ = frame
+        self.world = frame
+        self.members = tuple(number for number, _ in members)
+        self._checks = Checks()
+        if self.number not in self.members:
+            raise BrokenError(ORDER, f"{self.name} is told a world of {self.members}")
+        self.say("gather", self.epoch, 0, b"")
+
+    def _sync(self, epoch: int) -> None:
+        if epoch != self.epoch or self.left >= epoch:
+            return
+        _, _, _, root, behind, commit = self.world
+        if not behind:
+            self._train(epoch)
+            return
+
+        def synced() -> None:
+            if self.members.index(self.number) in behind:
+                source = self._job.workers[self.members[root]]
+                self.saved, self.commit = source.saved, commit
+                self._restore()
+            self._train(epoch)
+
+        self._job.collectives.meet(self, "sync", synced)
+
+    def _restore(self) -> None:
+        self.step, self.total = self.saved.step, self.saved.total
+
+    def _train(self, epoch: int) -> None:
+        if self.ended or epoch != self.epoch or self.left >= epoch:
+            return
+        if self.step == self._job.program.steps:
+            self.leave_job()
+            return
+        pause = self._job.program.step_seconds * self._job.world.lot.random()
+        self._soon(lambda: self._reduce(epoch), pause)
+
+    def leave_job(self) -> None:
+        """Return from the script."""
+        self.ended = True
+        self._job.tell(self.name, f"is done, with {self.total}")
+        self.say("bye")
+        self._job.collectives.depart(self)
+        self._soon(lambda: self._job.exit(self, 0))
+
+    def _reduce(self, epoch: int) -> None:
+        if not self.ended and epoch == self.epoch > self.left:
+            self._job.collectives.meet(self, f"step {self.step + 1}", lambda: self._stepped(epoch))
+
+    def _stepped(self, epoch: int) -> None:
+        self.step += 1
+        self.total += self.step
+        if self.step % self._job.program.commit_every:
+            self._soon(lambda: self._train(epoch))
+            return
+        self._soon(lambda: self._commit(epoch))
+
+    def _commit(self, epoch: int) -> None:
+        if self.ended or epoch != self.epoch or self.left >= epoch:
+            return
+        self.saved, self.commit = Saved(self.step, self.total), self.commit + 1
+        self._job.tell(self.name, f"holds commit {self.commit}, of step {self.step}")
+        self._check(epoch)
+
+    def _check(self, epoch: int) -> None:
+        if self.ended or epoch != self.epoch or self.left >= epoch:
+            return
+        if self._checks.held:
+            self._job.collectives.wait(
+                self, lambda: not self._checks.held, lambda: self._check(epoch)
+            )
+        elif self._checks.enter() is None:
+            self._train(epoch)
+        else:
+            self._job.collectives.depart(self)
+            self._leave(epoch)
+
+    def lose(self, epoch: int) -> None:
+        """See that the world is over: go back to the last commit."""
+        self.act(lambda: self._lose(epoch))
+
+    def _lose(self, epoch: int) -> None:
+        if self.lives and not self.ended and epoch == self.epoch > self.left:
+            self._restore()
+            self._job.collectives.note_left(self, epoch)
+            self._leave(epoch)
+
+    def _leave(self, epoch: int) -> None:
+        self.left = epoch
+        self._soon(lambda: self.say("ready", epoch, self.commit))
+
+    def _soon(self, action: Callable[[], None], pause: float = 0.0) -> None:
+        self._job.world.after(pause + self._job.world.soon(), lambda: self.act(action))

@@ -1,0 +1,1 @@
+"""Jobs of the parameter server: its scheduler, servers and workers."""

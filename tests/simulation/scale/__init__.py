@@ -1,0 +1,1 @@
+"""Jobs of thousands of ranks."""
