@@ -2,32 +2,43 @@
 
 python -m tests.simulation --seed 144              # its story; shrunk if an invariant breaks
 python -m tests.simulation --seed 144 --messages   # with every message
-python -m tests.simulation --seeds 0..10000        # a soak: how many, how fast, and which broke
+python -m tests.simulation --seeds 0..10000        # how many, how fast, and which broke
 python -m tests.simulation --world ps --seed 144   # of another kind of job
+python -m tests.simulation --soak seeds.tsv --minutes 60   # of all kinds, where the last one ended
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
+from pathlib import Path
 from typing import Any
 
 from tests.simulation.shrinking import KINDS, Kind, shrink
+from tests.simulation.soak import play, soak, summary
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", metavar="A..B", help="from A up to, and without, B")
-    parser.add_argument("--world", choices=KINDS, default="ranks", help="the kind of the jobs")
+    parser.add_argument(
+        "--world", choices=KINDS, help="the kind of the jobs: ranks, or all with --soak"
+    )
+    parser.add_argument("--soak", metavar="FILE", type=Path, help="go on with it, and add to it")
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long, with --soak")
     parser.add_argument("--messages", action="store_true", help="show every message")
     options = parser.parse_args()
-    kind = KINDS[options.world]
+    if options.soak is not None:
+        worlds = [options.world] if options.world else [*KINDS]
+        return soak(options.soak, worlds, 60 * options.minutes)
+    world = options.world or "ranks"
     if options.seeds is None:
-        return replay(kind, options.seed, messages=options.messages)
+        return replay(KINDS[world], options.seed, messages=options.messages)
     first, _, end = options.seeds.partition("..")
-    return soak(kind, range(int(first), int(end)))
+    played = play(world, KINDS[world], range(int(first), int(end)))
+    print(*summary("now", [played]), sep="\n")
+    return int(bool(played.broken))
 
 
 def replay(kind: Kind, seed: int, *, messages: bool) -> int:
@@ -47,22 +58,6 @@ def show(job: Any, *, messages: bool) -> None:
     for line in job.world.story():
         if messages or not any(word in line for word in (" sends rank ", " -> ")):
             print(line)
-
-
-def soak(kind: Kind, seeds: range) -> int:
-    """Play many seeds, and tell of those that break an invariant."""
-    start, cpu, broken = time.monotonic(), time.process_time(), 0
-    for seed in seeds:
-        job = kind.play(kind.make(seed))
-        if job.broken is not None:
-            broken += 1
-            print(f"seed {seed}: {job.broken}", flush=True)
-    cpu, wall = time.process_time() - cpu, time.monotonic() - start
-    print(
-        f"{len(seeds)} seeds, {broken} broken: {wall:.1f} s, {cpu:.1f} s of CPU, "
-        f"{len(seeds) / max(cpu, 1e-9):.0f} seeds a second of CPU"
-    )
-    return int(broken > 0)
 
 
 if __name__ == "__main__":

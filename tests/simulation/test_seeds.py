@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from tests.simulation.elastic.programs import ElasticProgram, Happening, make_elastic_program
+from tests.simulation.known_bugs import ELASTIC_BUGS
 from tests.simulation.ps.job import make_ps_program
 from tests.simulation.ranks.programs import make_program
 from tests.simulation.shrinking import KINDS
+from tests.simulation.soak import read, soak
 
 # Seeds in the suite, and of one test; a soak plays more of them.
 SHARES, GROUP = {"ranks": 600, "elastic": 600, "ps": 300}, 50
@@ -88,11 +90,11 @@ FOUND: list[tuple[str, Any]] = [
     ),
     # A scheduler that was lost forgot whose turn it was to load, and servers did not answer that
     # worker any more.
-    ("ps", make_ps_program(14941)),
+    ("ps", make_ps_program(14941, calm=True)),
     # A server that had come again had its newest snapshot, and gave it to a worker that had to make
     # the step before that again, where another server had lost more.
-    ("ps", make_ps_program(13175)),
-    ("ps", make_ps_program(15012)),
+    ("ps", make_ps_program(13175, calm=True)),
+    ("ps", make_ps_program(15012, calm=True)),
 ]
 
 
@@ -100,3 +102,14 @@ FOUND: list[tuple[str, Any]] = [
 def test_what_was_found_stays_mended(number: int) -> None:
     name, program = FOUND[number]
     assert KINDS[name].play(program).broken is None
+
+
+def test_a_soak_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    file = tmp_path / "seeds.tsv"
+    for _ in range(2):
+        soak(file, ["ranks", "elastic"], 0.0, batch=2)
+    played = [(each.world, each.first, each.end, each.broken) for each in read(file)]
+    assert played == [("ranks", 0, 2, ()), ("ranks", 2, 4, ())]
+    with ELASTIC_BUGS["a worker starts where another one has not ended"]():
+        assert soak(file, ["elastic"], 0.0, batch=20) == 1
+    assert read(file)[-1].broken[0] == 5

@@ -231,7 +231,7 @@ def _sending(source: Node, target: Node, message: Message) -> Callable[[], Messa
     head, payloads = pack(message), [memoryview(bytes(each)) for each in message.payloads]
     words = f"{message.kind} {message.table} {message.clock}"
     source.cluster.world.tell(source.name, f"{words} -> {target.name}")
-    source.cluster.on_send(source.name)
+    source.cluster.on_send(source.name, message.kind)
     return lambda: parse(head)._replace(payloads=payloads)
 
 
@@ -313,7 +313,7 @@ class Cluster:
         self.cuts: dict[frozenset[str], float] = {}  # Who do not reach each other -> until then.
         self.nodes: list[Node] = []
         self.failure: BaseException | None = None  # Of a thread, which none may have.
-        self.on_send: Callable[[str], object] = lambda _name: None
+        self.on_send: Callable[[str, str], object] = lambda _name, _kind: None
         self.wall = 0.0  # By how much the clock on the wall differs.
         self._latency = latency
         self._port = 20000

@@ -10,6 +10,7 @@ import logging
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,7 +55,8 @@ class Blow:
     node: str
     other: str = ""
     seconds: float = 1.0
-    sends: int = 0  # It happens when the node has sent so many messages, and not at a time.
+    sends: int = 0  # It happens when the node has sent so many messages, and not at a time,
+    of: str = ""  # of this kind, if one is given.
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class PsProgram:
         return TableOptions(self.mode, self.staleness, part_bytes=self.part_bytes)
 
 
-def make_ps_program(seed: int) -> PsProgram:
-    """Return the program of a seed."""
+def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
+    """Return the program of a seed; in a `calm` one, nothing is aimed at changes of servers."""
     lot = random.Random(seed)
     servers, workers = lot.choice((1, 2, 2, 3)), lot.choice((1, 2, 2, 3))
     mode = lot.choice(MODES)
@@ -142,7 +144,23 @@ def make_ps_program(seed: int) -> PsProgram:
             momentum=program.momentum,
         )  # fmt: skip
         program = replace(program, follows=first)
-    return program
+    changes = program.scales or any(blow.kind == "join" for blow in blows)
+    if calm or not changes or lot.random() < 0.5:
+        return program
+    return replace(program, blows=(*program.blows, *_amid_changes(lot, program)))
+
+
+def _amid_changes(lot: random.Random, program: PsProgram) -> Iterator[Blow]:
+    """Yield blows that fall when a server, or the scheduler, is in the middle of a change."""
+    joiners = [blow.node for blow in program.blows if blow.kind == "join"]
+    servers = [*_named(SERVER, program.servers), *joiners]
+    for _ in range(lot.choice((1, 1, 2))):
+        node, kind = lot.choice(servers), lot.choice(("stand", "take", "taken", "ready", "ready"))
+        if program.every and lot.random() < 0.2:
+            node, kind = SCHEDULER, "done"
+        blow = lot.choice(("kill", "kill", "kill", "crash", "stop"))
+        seconds = lot.choice((0.01, 0.01, 0.3, 2.0)) * lot.random()
+        yield Blow(0.0, blow, node, seconds=seconds, sends=lot.choice((1, 1, 2)), of=kind)
 
 
 def gradients_of(step: int, worker: int) -> list[Array]:
@@ -198,12 +216,13 @@ class PsJob:
         self.done: set[int] = set()  # Workers that have made all steps.
         self.leaves = False  # Workers have begun to leave.
         self.codes: dict[str, int] = {}  # Of nodes that have ended.
+        self._killed: dict[str, float] = {}  # Nodes, and when they were last.
         self.errors: dict[str, BaseException] = {}
         self.nodes: dict[str, Node] = {}
         self._names = [SCHEDULER, *_named(SERVER, program.servers)]
         self._names += _named(WORKER, program.workers)
         self._done_before: set[int] = set()  # Who had made all steps when something has failed.
-        self._sent: dict[str, int] = {}  # Messages, by node.
+        self._sent: Counter[tuple[str, str]] = Counter()  # Messages, by node and kind.
         self._asked: set[object] = set()  # What worker 0 has asked for.
         self.cluster.on_send = self._count
         self._oracle = Oracle(program)
@@ -272,11 +291,13 @@ class PsJob:
 
     # -- what happens
 
-    def _count(self, name: str) -> None:
+    def _count(self, name: str, kind: str) -> None:
         """Take note of a message, by which the time has perhaps come for something."""
-        self._sent[name] = sent = self._sent.get(name, 0) + 1
+        self._sent[name, ""] += 1
+        self._sent[name, kind] += 1
         for blow in self.program.blows:
-            if blow.sends == sent and blow.node == name:
+            is_its = blow.node == name and blow.of in ("", kind)
+            if is_its and blow.sends == self._sent[name, blow.of]:
                 self.world.after(0.0, partial(self._strike, blow))
 
     def _strike(self, blow: Blow) -> None:
@@ -293,6 +314,7 @@ class PsJob:
         self.world.tell(blow.node, f"{blow.kind} {blow.other} {blow.seconds:.3f}")
         match blow.kind:
             case "kill" | "crash":
+                self._killed[blow.node] = self.world.now
                 node.kill(crashes=blow.kind == "crash")
                 after(blow.seconds, partial(self._start, blow.node))
             case "stop":
@@ -332,7 +354,7 @@ class PsJob:
                 here.task.sleep(lambda: False, program.pause * lot.random())
             except PsRolledBack as error:
                 self.world.tell(f"{WORKER} {number}", f"goes back to step {error.version}")
-                if not program.loses:
+                if not program.loses and not self._has_lost_push(number, error.version):
                     raise BrokenError(RESULTS, f"{WORKER} {number} goes back: {error}") from error
         self.world.tell(f"{WORKER} {number}", "has made all steps")
         self.done.add(number)
@@ -341,6 +363,16 @@ class PsJob:
         self._check_result(number, values)
         self.leaves = True
         worker.leave()
+
+    def _has_lost_push(self, number: int, version: int) -> bool:
+        """Return whether the last push of a worker that was lost may have gone with a server.
+
+        It was no part of an update yet, and nobody is left who could send it again.
+        """
+        lost = self._killed.get(f"{WORKER} {number}")
+        servers = [at for name, at in self._killed.items() if name.startswith(SERVER)]
+        again = lost is not None and max(servers, default=0.0) > lost
+        return again and version >= self.begun[number] - 1
 
     def _ask(self, worker: Worker, step: int) -> None:
         """Do what one worker does before a step: save, and let there be fewer servers."""

@@ -64,6 +64,15 @@ FOUND = {
             Blow(0.06117991736416267, "kill", "server 3", seconds=0.42179702853942),
         ),
     ),
+    # The push of a worker that was lost was lost with a server, too: its successor makes it again.
+    "a push is lost with both of its ends": PsProgram(
+        114014445, 3, 2, "sync", None, 1, every=1, latency=0.005,
+        blows=(
+            Blow(0.2065743332949478, "kill", "worker 1", seconds=0.004814774437939826),
+            Blow(0.26277693892550097, "kill", "server 0", seconds=0.004814774437939826),
+            Blow(0.1732867330586988, "kill", "server 2", seconds=0.00972460692997644),
+        ),
+    ),
 }  # fmt: skip
 
 
