@@ -17,7 +17,11 @@ from hvdlite.launcher.decisions import hosts
 from hvdlite.launcher.decisions.hosts import order_hosts
 from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
+from hvdlite.launcher.decisions.world_changes import WorldChanges
+from hvdlite.ps.connections.connection import Connection
+from hvdlite.ps.scheduler.scheduler import Scheduler
 from hvdlite.ps.server.migration import Migration
+from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import Clocks
 from hvdlite.ps.worker.shard import Shard
 from tests.simulation.ps import cluster
@@ -95,6 +99,16 @@ def what_waits_in_a_removed_set_is_forgotten(real: Any, self: Engine, process_se
     self._inbox.remove(self._pending.pop_set(process_set_id))
 
 
+@bug(Coordinator, "_forget_sets")
+def a_cancelled_set_leaves_its_evictions_to_the_next_one(
+    real: Any, self: Coordinator, gone: Any
+) -> None:
+    """The id of a set that was removed is given to another one."""
+    for process_set_id in gone:
+        del self._sets[process_set_id]
+    self._cut.clear()
+
+
 @bug(ControlPlane, "blame")
 def who_loses_a_connection_names_its_other_end(
     real: Any, self: ControlPlane, lost: Any
@@ -132,6 +146,12 @@ ELASTIC_BUGS["a newcomer is rank 0 while an older rank lives"] = lambda: patch.o
 )
 
 
+# Two hosts do not reach each other: nobody has died, and all ranks wait for a loss that is told.
+ELASTIC_BUGS["the link that is cut"] = lambda: patch.object(
+    WorldChanges, "regroup_if_broken", lambda self, now: None
+)
+
+
 def _without_a_limit(self: Placement, now: float) -> list[Worker]:
     holders = self.last_holders(now)
     return [each for each in self._divide(now)[1] if each not in holders]
@@ -157,6 +177,23 @@ def a_push_that_is_sent_again_counts_again(
 def what_a_lost_server_was_asked_is_not_asked_of_its_successor(real: Any, self: Shard) -> None:
     self._push = None
     real(self)
+
+
+@bug(Connection, "send_again", PS_BUGS)
+def what_was_under_way_on_a_link_that_is_cut_is_lost(real: Any, self: Connection) -> None:
+    self.forget()
+
+
+@bug(Scheduler, "_look_at_change", PS_BUGS)
+def the_restart_of_the_scheduler_amid_scaling(real: Any, self: Scheduler) -> None:
+    """A layout counts before a scheduler that comes again knows of it."""
+    with patch.object(self, "_keep", lambda: None):
+        real(self)
+
+
+@bug(Server, "save_next", PS_BUGS)
+def the_restart_of_a_server_amid_scaling(real: Any, self: Server, saved: Any) -> None:
+    """It is ready for the next layout before its tables of that are on disk."""
 
 
 @bug(Migration, "_at_border", PS_BUGS)

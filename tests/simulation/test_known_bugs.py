@@ -6,31 +6,34 @@ import pytest
 
 from tests.simulation.known_bugs import ELASTIC_BUGS, KNOWN_BUGS, PS_BUGS
 from tests.simulation.ranks.job import PROGRESS
-from tests.simulation.shrinking import KINDS, Kind, shrink
+from tests.simulation.shrinking import KINDS, shrink
 
 MOST_SEEDS = 1000
+BUGS = {"ranks": KNOWN_BUGS, "elastic": ELASTIC_BUGS, "ps": PS_BUGS}
+# The first seeds that find these, which are tried first: others may do when programs have changed.
+FIRST = {
+    "a join overtakes what its rank reports again": 112,
+    "a joined rank stays excused from what is evicted": 374,
+    "a join that crossed an eviction is not repeated": 50,
+    "what waits in a removed set is forgotten": 30,
+    "a rank that waits for data hears nothing": 171,
+    "the last host that leaves": 77,
+    "a newcomer is rank 0 while an older rank lives": 214,
+    "hosts that come back make more ranks than the job may have": 428,
+    "a rank that has to leave takes the last commit with it": 53,
+    "a host is used again while its workers end": 261,
+    "the restart of the scheduler amid scaling": 36,
+    "the restart of a server amid scaling": 457,
+    "a table is sent before all pushes of its border are here": 99,
+}
 
 
-def is_found(kind: Kind) -> bool:
-    return any(kind.play(kind.make(seed)).broken for seed in range(MOST_SEEDS))
-
-
-@pytest.mark.parametrize("name", KNOWN_BUGS)
-def test_a_bug_of_ranks_is_found(name: str) -> None:
-    with KNOWN_BUGS[name]():
-        assert is_found(KINDS["ranks"])
-
-
-@pytest.mark.parametrize("name", ELASTIC_BUGS)
-def test_a_bug_of_elastic_jobs_is_found(name: str) -> None:
-    with ELASTIC_BUGS[name]():
-        assert is_found(KINDS["elastic"])
-
-
-@pytest.mark.parametrize("name", PS_BUGS)
-def test_a_bug_of_parameter_servers_is_found(name: str) -> None:
-    with PS_BUGS[name]():
-        assert is_found(KINDS["ps"])
+@pytest.mark.parametrize(("world", "name"), [(world, bug) for world in BUGS for bug in BUGS[world]])
+def test_a_bug_is_found(world: str, name: str) -> None:
+    kind = KINDS[world]
+    seeds = (FIRST.get(name, 0), *range(MOST_SEEDS))
+    with BUGS[world][name]():
+        assert any(kind.play(kind.make(seed)).broken for seed in seeds)
 
 
 def test_a_seed_that_fails_is_shrunk_to_what_matters() -> None:
