@@ -82,7 +82,8 @@ def run_program(
     size: int, name: str, *, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of ``tests.parallel.programs`` on `size` ranks; no process is left behind."""
-    return run_command(ranks(size, *program(name)), timeout=timeout, **variables)
+    command = ranks(size, *program(name), preload=("hvdlite.numpy",))
+    return run_command(command, timeout=timeout, **variables)
 
 
 def run_command(

@@ -28,7 +28,7 @@ def check(size: int, name: str, well: int | None = None, **variables: str) -> st
 
 
 @both
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 2, 8])
 def test_every_collective(size: int) -> None:
     check(size, "collectives")
 
@@ -121,7 +121,7 @@ def test_a_rank_that_shuts_down_on_its_way_out_says_why() -> None:
 
 @both
 def test_ranks_that_disagree_print_their_own_lines_alone() -> None:
-    output = check(2, "disagrees", well=0)
+    output = run_command(ranks(2, *program("disagrees"))).stdout  # each by an interpreter
     shown = {Path(file).name for file in re.findall(r'File "([^<"]+)"', output)}
     assert shown == {"programs.py"}, output
     assert "ranks disagree on shape: rank 0 has (3,), rank 1 has (4,)" in output

@@ -135,6 +135,7 @@ def test_with_a_pure_wheel_the_first_job_compiles(pure_wheel: Path, tmp_path: Pa
     assert library.parent == tmp_path / "cache" / "hvdlite" / "shm"
 
 
+@pytest.mark.scripts
 @pytest.mark.timeout(360)
 def test_training_needs_no_mpi(without_mpi: Run, tmp_path: Path) -> None:
     """The environment is what the extra "torch" installs: mpi4py, without any MPI library."""

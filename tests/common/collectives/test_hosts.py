@@ -69,11 +69,14 @@ def program_of(
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_dtype_and_op(hosts: Any, model: Model) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_dtype_and_op(name: str, model: Model) -> None:
+    """What adds is the same on all hosts: some of them try all dtypes, the others a few."""
+    hosts, dtypes = LAYOUTS[name], DTYPES if name in ("3+1+2", "2+3+2") else DTYPES[::4]
+
     def program(transport: Transport) -> None:
         p = program_of(transport, model, 64)
-        for number, dtype in enumerate(DTYPES):
+        for number, dtype in enumerate(dtypes):
             assert p.backend("allgather", dtype).name in ("HIERARCHICAL", "FLAT")
             p.everything(dtype, (number, 151, 0))
 

@@ -219,8 +219,7 @@ def test_every_way_gives_the_numbers_of_numpy(
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "way"), [(3, "measured"), (2, "plain"), (2, "streamed")])
 def test_many_rounds_of_slots_give_the_numbers_of_numpy(size: int, way: str) -> None:
     elements = 20 * native.SLOTS * native.PIECE_BYTES // 4 + 3  # past the trials of all members
     program = partial(everything, dtype="float32", sizes=[5, elements], stores=WAYS[way])
