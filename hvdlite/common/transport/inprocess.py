@@ -22,6 +22,9 @@ from hvdlite.common.transport.base import (
     do_nothing,
 )
 
+# The kinds of what goes from rank to rank.
+MESSAGES, ARRAYS, TOKENS = "messages", "arrays", "tokens"
+
 
 def solo() -> InProcessTransport:
     """Return the transport of a job of one rank; needs no MPI."""
@@ -50,7 +53,7 @@ class _Mailbox:
         self.woken = False
         self.control: deque[Incoming] = deque()
         self.tokens = [0] * size  # By sender, as the offers are.
-        self.offers: list[deque[_Send]] = [deque() for _ in range(size)]
+        self.offers: list[deque[Offer]] = [deque() for _ in range(size)]
         self.lost: set[int] = set()
         self.memory: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.short_call_memory = np.zeros(SHORT_CALL_BYTES, np.uint8)
@@ -62,7 +65,7 @@ class _Mailbox:
             self.changed.notify_all()
 
 
-class _Send:
+class Offer:
     """An array that is offered to `rank`; `finished` once the receiver has copied it."""
 
     def __init__(self, rank: int, array: Array) -> None:
@@ -101,11 +104,18 @@ class InProcessTransport:
         self._posted: dict[int, deque[_Receive]] = defaultdict(deque)
         self._closed = False
 
+    def _carry(self, rank: int, kind: str, change: Callable[[], object]) -> None:
+        """Change something at another rank: what a connection would carry, of one of three kinds.
+
+        Nothing overtakes on the way to a rank, here; of one kind, it must not anywhere.
+        """
+        self._boxes[rank].update(change)
+
     # -- control plane
 
     def send(self, rank: int, body: bytes) -> None:
-        box = self._boxes[rank]
-        box.update(partial(box.control.append, Incoming(self.rank, bytes(body))))
+        message = Incoming(self.rank, bytes(body))
+        self._carry(rank, MESSAGES, partial(self._boxes[rank].control.append, message))
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         box = self._box
@@ -131,11 +141,14 @@ class InProcessTransport:
     # -- arrays
 
     def isend(self, rank: int, array: Array) -> Pending:
-        offer = _Send(rank, array)
+        offer = Offer(rank, array)
         if not offer.finished:
-            box = self._boxes[rank]
-            box.update(partial(box.offers[self.rank].append, offer))
+            self._offer(offer)
         return offer
+
+    def _offer(self, offer: Offer) -> None:
+        offers = self._boxes[offer.rank].offers[self.rank]
+        self._carry(offer.rank, ARRAYS, partial(offers.append, offer))
 
     def irecv(self, rank: int, array: Array) -> Pending:
         receive = _Receive(self, rank, array)
@@ -157,7 +170,8 @@ class InProcessTransport:
                 )
             np.copyto(receive.array.view(np.uint8), offer.array.view(np.uint8))
             receive.finished = True
-            self._boxes[rank].update(partial(setattr, offer, "finished", True))
+            if not offer.finished:
+                self._carry(rank, ARRAYS, partial(setattr, offer, "finished", True))
 
     def wait(self, pendings: Sequence[Pending]) -> None:
         for pending in pendings:
@@ -189,7 +203,7 @@ class InProcessTransport:
 
     def signal(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self._boxes[rank].update(partial(self._add_token, self._boxes[rank]))
+            self._carry(rank, TOKENS, partial(self._add_token, self._boxes[rank]))
 
     def _add_token(self, box: _Mailbox) -> None:
         box.tokens[self.rank] += 1
