@@ -44,7 +44,6 @@ THOROUGH = (
     "common/collectives/",
     "common/engine/test_random_joins.py",
     "common/engine/test_random_order.py",
-    "elastic_driver/test_orders.py",
     "test_wheel.py",
 )
 FRAMEWORKS = {

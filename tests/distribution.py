@@ -24,7 +24,6 @@ WORKERS_PER_CORE = 2
 # Of these files, and of those in these folders, each test is a unit.
 SEPARATE = (
     "tests/elastic/",
-    "tests/elastic_driver/test_orders.py",
     "tests/launcher/",
     "tests/parallel/",
     "tests/ps/test_scenarios.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -186,36 +185,6 @@ def test_nobody_is_waited_for_when_no_host_is_left() -> None:
     job.pass_checks()
     assert job.finish is not None
     assert (job.finish.code, job.finish.sentence) == (1, "No hosts from previous set remaining")
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_state_is_lost_while_hosts_come_and_go(seed: int) -> None:
-    """Discovery always shows a host, newcomers need a while, and nobody fails."""
-    choice = random.Random(seed)
-    limits = {"max_np": choice.choice([None, 1, 2, 4]), "admit": choice.choice(["ready", "wait"])}
-    job = running({"a": 2}, num_proc=1, **limits)
-    job.slow_workers = True
-    for _ in range(60):
-        match choice.choice(["hosts", "newcomer", "checks", "end", "time"]):
-            case "hosts":
-                shown = choice.sample("abcd", choice.randint(1, 3))
-                job.discover({host: choice.randint(1, 2) for host in shown})
-            case "newcomer":
-                new = [each for each in job.processes.values() if each.lives and not each.frames]
-                for process in new[:1]:
-                    job.hello(process.number)
-                    if process.last("newcomer"):
-                        job.ready(process.number)
-            case "checks":
-                job.pass_checks()
-            case "end":
-                told = [each for each in job.processes.values() if each.lives and each.last("end")]
-                for process in told[:1]:
-                    job.end(process.number, 0)
-            case "time":
-                job.wait(1)
-        assert job.finish is None, job.finish.sentence
-        assert all(world[4] == 4 for world in job.worlds[1:])
 
 
 def test_old_hosts_serve_until_a_newcomer_has_their_state() -> None:

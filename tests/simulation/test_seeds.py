@@ -19,7 +19,7 @@ from tests.simulation.shrinking import KINDS
 from tests.simulation.soak import read, soak
 
 # Seeds in the suite, and of one test; a soak plays more of them.
-SHARES, GROUP = {"ranks": 600, "elastic": 600, "ps": 300}, 50
+SHARES, GROUP = {"ranks": 600, "elastic": 1500, "ps": 300}, 50
 TRACED = range(12)
 
 
