@@ -51,7 +51,7 @@ class Blow:
     """Something that happens to a node, or between two, for some seconds."""
 
     at: float
-    kind: str  # "kill", "crash", "stop", "cut", "stall", "fill", "slow", "join"
+    kind: str  # "kill", "crash", "stop", "cut", "stall", "fill", "slow", "join", "jump"
     node: str
     other: str = ""
     seconds: float = 1.0
@@ -144,10 +144,15 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
             momentum=program.momentum,
         )  # fmt: skip
         program = replace(program, follows=first)
-    changes = program.scales or any(blow.kind == "join" for blow in blows)
-    if calm or not changes or lot.random() < 0.5:
+    if calm:
         return program
-    return replace(program, blows=(*program.blows, *_amid_changes(lot, program)))
+    more: list[Blow] = []
+    if (program.scales or any(blow.kind == "join" for blow in blows)) and lot.random() < 0.5:
+        more += _amid_changes(lot, program)
+    if lot.random() < 0.2:
+        jump = lot.choice((-3600.0, -1.0, -0.1, 3600.0)) * lot.random()
+        more.append(Blow(span * lot.random(), "jump", SCHEDULER, seconds=jump))
+    return replace(program, blows=(*program.blows, *more))
 
 
 def _amid_changes(lot: random.Random, program: PsProgram) -> Iterator[Blow]:
@@ -305,6 +310,10 @@ class PsJob:
             if any(self.begun.values()) and not self.leaves:
                 self._names.append(blow.node)
                 self._start(blow.node)
+            return
+        if blow.kind == "jump":
+            self.world.tell(blow.node, f"has a clock on the wall that jumps by {blow.seconds:.3f}")
+            self.cluster.wall += blow.seconds
             return
         node, other = self.nodes.get(blow.node), self.nodes.get(blow.other)
         if node is None or not node.lives or self.leaves:
