@@ -73,9 +73,19 @@ class HostAgents(Driving):
         self._start_next()
 
     def _start_next(self) -> None:
+        """Start those that wait, not too many at once, where none of their host is still ending.
+
+        Workers of that one may run, in whose slots others must not start.
+        """
         coming = sum(not agent.folder for agent in self._deadlines)
-        while self._waiting and coming < MOST_AT_ONCE:
+        ending = {agent.host.name for agent in self._leaving}
+        for _ in range(len(self._waiting)):
+            if coming >= MOST_AT_ONCE:
+                break
             agent = self._waiting.popleft()
+            if agent.host.name in ending:
+                self._waiting.append(agent)
+                continue
             seconds = self._job.options.start_timeout_seconds
             self._deadlines[agent] = time.monotonic() + seconds
             self._starter.begin(agent)
@@ -237,6 +247,7 @@ class HostAgents(Driving):
     def _finish(self, agent: AgentConnection) -> None:
         del self._deadlines[agent]
         self._clean_up(agent, self._leaving.pop(agent))
+        self._start_next()
 
     def _give_up_start(self, agent: AgentConnection) -> None:
         name, seconds = agent.host.name, self._job.options.start_timeout_seconds

@@ -18,6 +18,7 @@ from hvdlite.launcher.decisions.hosts import order_hosts
 from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
+from hvdlite.launcher.elastic.host_agents import HostAgents
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.scheduler.scheduler import Scheduler
 from hvdlite.ps.server.migration import Migration
@@ -206,6 +207,18 @@ def a_table_is_sent_before_all_pushes_of_its_border_are_here(
 
 ELASTIC_BUGS["a host is used again while its workers end"] = lambda: patch.object(
     hosts, "LATER", -hosts.ORPHAN_SECONDS
+)
+
+
+def _start_at_once(self: HostAgents) -> None:
+    leaving, self._leaving = self._leaving, {}
+    _start_next(self)
+    self._leaving = leaving
+
+
+_start_next = HostAgents._start_next
+ELASTIC_BUGS["an agent starts while the workers of its predecessor end"] = lambda: patch.object(
+    HostAgents, "_start_next", _start_at_once
 )
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
     cluster, "_sync", lambda file: None

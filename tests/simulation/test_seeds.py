@@ -73,18 +73,34 @@ FOUND: list[tuple[str, Any]] = [
     # with an older commit than ranks had that were to leave.
     ("elastic", make_elastic_program(39838, calm=True)),
     # A worker was started in the slot of one that its agent had yet to end, after a cut that was
-    # as long as the silence that counts as a loss.
+    # as long as the silence that counts as a loss,
     (
         "elastic",
         ElasticProgram(
-            6000311,
-            (("c", 1), ("d", 1)),
+            2000649,
+            (("b", 1), ("d", 1)),
             admit="wait",
-            steps=200,
+            steps=20,
+            step_seconds=0.3,
+            commit_every=1,
+            happenings=(
+                Happening(1.4907899066969656, "stall", 2, "d", (), 1.4837665491594487, 3, "b"),
+            ),
+        ),
+    ),
+    # and where a host was used again before the agent that had been told to end had ended.
+    (
+        "elastic",
+        ElasticProgram(
+            2000588,
+            (("a", 3),),
+            failures_by_host=True,
+            steps=1,
             step_seconds=0.001,
             commit_every=1,
             happenings=(
-                Happening(1.6478552647171725, "stall", 6, "c", (), 1.112380568331558, 3, "b"),
+                Happening(0.32858342276770147, "kill", 4),
+                Happening(0.7241314580067743, "jump", seconds=1.4980857541219588),
             ),
         ),
     ),
@@ -112,4 +128,4 @@ def test_a_soak_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     assert played == [("ranks", 0, 2, ()), ("ranks", 2, 4, ())]
     with ELASTIC_BUGS["a worker starts where another one has not ended"]():
         assert soak(file, ["elastic"], 0.0, batch=20) == 1
-    assert read(file)[-1].broken[0] == 5
+    assert read(file)[-1].broken == (18,)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import signal
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
-from tests.simulation.elastic.launcher import Launcher
+from tests.simulation.elastic.laws import Watched, seeded
 
 
 @dataclass
@@ -31,15 +33,21 @@ class Puppet:
         return next((frame for frame in reversed(self.frames) if frame[0] == kind), None)
 
 
-class JobByHand(Launcher):
+_NO_LOOP: Any = SimpleNamespace(look_every=lambda seconds, look: None)
+
+
+class JobByHand(Watched):
     """Agents come at once and workers say hello at once, unless they are told not to."""
 
     def __init__(self, hosts: dict[str, int] | None = None, **plan: Any) -> None:
         plan.setdefault("min_np", plan.setdefault("num_proc", sum((hosts or {}).values()) or 1))
         uniform: Callable[[], float] = plan.pop("uniform", lambda: 0.0)
-        super().__init__(ElasticPlan(**plan), uniform)
+        with seeded(uniform):
+            super().__init__(ElasticPlan(**plan), _NO_LOOP)
         self.now = 100.0
-        self.puppets: dict[int, Puppet] = {}
+        self.agents: set[str] = set()
+        self.processes: dict[int, Puppet] = {}
+        self.watch(self.processes)
         self.lines: list[str] = []
         self.slow_hosts: set[str] = set()  # Their agents come when `agent` says so.
         self.slow_workers = False  # Newcomers say hello when `hello` says so.
@@ -48,14 +56,11 @@ class JobByHand(Launcher):
         if hosts is not None:
             self.discover(hosts)
 
-    @property
-    def processes(self) -> Mapping[int, Puppet]:
-        return self.puppets
-
     # -- events
 
     def event(self, name: str, *arguments: Any) -> None:
-        self.happen(name, *arguments, now=self.now)
+        getattr(self.driver, name)(*arguments, now=self.now)
+        self.carry_out()
 
     def discover(self, hosts: dict[str, int]) -> None:
         self.event("discovered", hosts)
@@ -68,50 +73,49 @@ class JobByHand(Launcher):
         self.event("worker_said", number, ["hello", 1000 + number])
 
     def ready(self, number: int, commit: int | None = None) -> None:
-        process = self.puppets[number]
+        process = self.processes[number]
         process.commit = process.commit if commit is None else commit
         process.in_world = False
         self.event("worker_said", number, ["ready", process.epoch, process.commit])
 
     def end(self, number: int, code: int, cause: str | None = None) -> None:
-        process = self.puppets[number]
+        process = self.processes[number]
         assert process.lives
         process.lives = process.in_world = False
         self.event("worker_ended", number, code, cause, code > 128)
 
     def begin_to_raise(self, number: int, cause: str = "ValueError") -> None:
         """Let a worker raise; its process has not ended."""
-        process = self.puppets[number]
+        process = self.processes[number]
         process.in_world, process.cause = False, cause
         self.event("worker_raised", number, cause)
 
     def end_by_exception(self, number: int) -> None:
         """Let the process end that has raised."""
-        self.end(number, 1, self.puppets[number].cause)
+        self.end(number, 1, self.processes[number].cause)
 
     def kill(self, number: int) -> None:
         self.end(number, 137, "killed by signal 9")
 
     def lose_host(self, host: str, why: str = "no sign of life for 1 s", back: bool = True) -> None:
-        self.agents.discard(host)
-        self.end_agent(host)
+        self.drop_agent(host)
         self.event("agent_lost", host, why, back)
 
     def commit(self, number: int) -> None:
         """All ranks commit."""
         for member in self.members:
-            self.puppets[member].commit = number
+            self.processes[member].commit = number
 
     def pass_checks(self) -> None:
         """Let all ranks pass checks until the one in which they are interrupted."""
         for number in self.members:
-            process = self.puppets[number]
+            process = self.processes[number]
             frame = process.last("raise")
             if process.lives and process.in_world and frame is not None:
                 self.ready(number)
 
     def newcomers_ready(self) -> None:
-        for process in list(self.puppets.values()):
+        for process in list(self.processes.values()):
             if process.lives and process.epoch == 0 and process.last("newcomer"):
                 self.ready(process.number)
 
@@ -130,32 +134,36 @@ class JobByHand(Launcher):
 
     # -- commands
 
-    def begin_agent(self, host: str) -> None:
+    def start_agent(self, host: str) -> None:
         assert host not in self.agents
         if host not in self.slow_hosts:
             self.agents.add(host)
             self.driver.agent_came(host, now=self.now)
 
-    def end_agent(self, host: str) -> None:
+    def drop_agent(self, host: str) -> None:
+        self.agents.discard(host)
         for process in self.on(host):
             process.lives = process.in_world = False
 
-    def begin_worker(self, start: StartWorker) -> None:
-        assert start.host in self.agents
-        assert start.number not in self.puppets
-        self.puppets[start.number] = Puppet(start.number, start.host, start.slot, start)
+    def start_worker(self, worker: StartWorker) -> None:
+        assert worker.host in self.agents
+        assert worker.number not in self.processes
+        self.processes[worker.number] = Puppet(worker.number, worker.host, worker.slot, worker)
         if not self.slow_workers:
-            self.driver.worker_said(start.number, ["hello", 1], now=self.now)
+            self.driver.worker_said(worker.number, ["hello", 1], now=self.now)
 
-    def end_worker(self, number: int, *, kill: bool) -> None:
-        self.puppets[number].ended.append(kill)
+    def signal(self, number: int, signal_number: int) -> None:
+        self.processes[number].ended.append(signal_number == signal.SIGKILL)
 
-    def send(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
+    def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
         for number in numbers:
-            self.hear(self.puppets[number], frame)
+            self.hear(self.processes[number], frame)
 
     def say(self, line: str) -> None:
         self.lines.append(line)
+
+    def look(self, now: float) -> None:
+        """See nothing."""
 
     def hear(self, process: Puppet, frame: list[Any]) -> None:
         process.frames.append(frame)
@@ -178,14 +186,14 @@ class JobByHand(Launcher):
                     self.driver.worker_said(process.number, frame, now=self.now)
 
     def check_world(self, world: list[Any]) -> None:
-        members = [self.puppets[number] for number in world[1]]
+        members = [self.processes[number] for number in world[1]]
         assert all(each.lives for each in members), "a dead member"
         assert not any(each.cause for each in members), "it has raised"
 
     # -- questions
 
     def on(self, host: str) -> list[Puppet]:
-        return [process for process in self.puppets.values() if process.host == host]
+        return [process for process in self.processes.values() if process.host == host]
 
     @property
     def members(self) -> list[int]:
@@ -195,7 +203,7 @@ class JobByHand(Launcher):
     @property
     def hosts(self) -> str:
         """The hosts of the last world, in rank order, in one word where they have one letter."""
-        return "".join(self.puppets[number].host for number in self.members)
+        return "".join(self.processes[number].host for number in self.members)
 
     def return_all(self, numbers: Iterable[int] | None = None) -> None:
         for number in self.members if numbers is None else numbers:

@@ -85,6 +85,12 @@ def make_elastic_program(seed: int, *, calm: bool = False) -> ElasticProgram:
     if calm or lot.random() < 0.4:
         return program
     troubles = _make_troubles(lot, happenings, graceful=graceful)
+    if lot.random() < 0.3:
+        troubles += _make_flap(lot, hosts)
+    kills = [each.at for each in happenings if each.kind == "kill"]
+    if program.failures_by_host and kills:  # While what was on a host that is given up ends.
+        at = lot.choice(kills) + 0.8 * lot.random()
+        troubles.append(Happening(at, "jump", seconds=1 + lot.random()))
     return replace(program, happenings=(*happenings, *troubles))
 
 
@@ -127,9 +133,24 @@ def _make_troubles(
         kind = lot.choice(kinds)
         short = kind == "freeze" or (kind == "stall" and graceful)
         seconds = lot.choice((0.01, 0.2, 0.9) if short else (0.05, 0.5, 2.0, 8.0)) * lot.random()
+        if kind == "stall" and not short and lot.random() < 0.5:  # About as long as counts.
+            seconds = SILENCE_SECONDS * (1 + 0.6 * lot.random())
         host, other = lot.sample("abcd", 2)
         way = lot.choice((TO_LAUNCHER, FROM_LAUNCHER, TO_LAUNCHER | FROM_LAUNCHER))
         troubles.append(
             Happening(at, kind, lot.randrange(8), host, seconds=seconds, way=way, other=other)
         )
     return troubles
+
+
+def _make_flap(lot: random.Random, hosts: tuple[tuple[str, int], ...]) -> list[Happening]:
+    """Let discovery show other hosts for a while, and then the first ones again."""
+    at = lot.choice((0.3, 2.5)) * lot.random()
+    others = tuple((name, lot.randint(1, 3)) for name in "abcde" if lot.random() < 0.5)
+    gone = lot.choice(hosts)
+    less = tuple(each for each in hosts if each != gone)
+    until = at + lot.choice((0.05, 1.0, 3.0)) * lot.random()
+    return [
+        Happening(at, "show", hosts=lot.choice((others, less)) or hosts),
+        Happening(until, "show", hosts=hosts),
+    ]

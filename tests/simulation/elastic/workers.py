@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.membership.checks import Checks
-from hvdlite.launcher.decisions import commands
-from tests.simulation.elastic.launcher import ORDER
+from tests.simulation.elastic.laws import ORDER
 from tests.simulation.world import BrokenError
 
 if TYPE_CHECKING:
+    from tests.simulation.elastic.agents import Agent
     from tests.simulation.elastic.job import ElasticJob
 
 
@@ -26,13 +26,13 @@ class Saved:
 class Worker:
     """A process that trains."""
 
-    def __init__(self, job: ElasticJob, start: commands.StartWorker) -> None:
-        self.number, self.host, self.slot = start.number, start.host, start.slot
-        self.name = f"worker {start.number}"
+    def __init__(self, job: ElasticJob, agent: Agent, number: int, slot: int) -> None:
+        self.number, self.host, self.slot = number, agent.host.name, slot
+        self.agent = agent
+        self.name = f"worker {number}"
         self.lives = True
         self.stopped = False  # By a signal: it does nothing, and has not ended.
         self.backlog: list[Callable[[], None]] = []  # What it does when it goes on.
-        self.cut_off = False  # The launcher has given up its agent.
         self.ended = False  # It was told to end, or is done, or raises.
         self.commit = 0
         self.saved = Saved()
@@ -84,7 +84,7 @@ class Worker:
 
     def say(self, *frame: Any) -> None:
         if self.lives and not self.stopped:
-            self._job.to_driver(self, list(frame))
+            self.agent.say("said", self.number, list(frame))
 
     # -- a world
 

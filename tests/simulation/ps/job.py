@@ -56,7 +56,7 @@ class Blow:
     other: str = ""
     seconds: float = 1.0
     sends: int = 0  # It happens when the node has sent so many messages, and not at a time,
-    of: str = ""  # of this kind, if one is given.
+    of: str = ""  # of this kind, if one is given: then `at` seconds later, and to the `other` one.
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,12 @@ def _amid_changes(lot: random.Random, program: PsProgram) -> Iterator[Blow]:
     servers = [*_named(SERVER, program.servers), *joiners]
     for _ in range(lot.choice((1, 1, 2))):
         node, kind = lot.choice(servers), lot.choice(("stand", "take", "taken", "ready", "ready"))
-        if program.every and lot.random() < 0.2:
-            node, kind = SCHEDULER, "done"
+        other, at = "", 0.0
+        if program.every and lot.random() < 0.4:
+            other, at = SCHEDULER, program.latency * lot.choice((1, 4, 16)) * lot.random()
         blow = lot.choice(("kill", "kill", "kill", "crash", "stop"))
         seconds = lot.choice((0.01, 0.01, 0.3, 2.0)) * lot.random()
-        yield Blow(0.0, blow, node, seconds=seconds, sends=lot.choice((1, 1, 2)), of=kind)
+        yield Blow(at, blow, node, other, seconds, lot.choice((1, 1, 2)), kind)
 
 
 def gradients_of(step: int, worker: int) -> list[Array]:
@@ -303,7 +304,8 @@ class PsJob:
         for blow in self.program.blows:
             is_its = blow.node == name and blow.of in ("", kind)
             if is_its and blow.sends == self._sent[name, blow.of]:
-                self.world.after(0.0, partial(self._strike, blow))
+                struck = replace(blow, node=blow.other) if blow.of and blow.other else blow
+                self.world.after(blow.at, partial(self._strike, struck))
 
     def _strike(self, blow: Blow) -> None:
         if blow.kind == "join":
