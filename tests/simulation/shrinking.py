@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from tests.simulation.elastic.job import play_elastic
 from tests.simulation.elastic.programs import ElasticProgram, make_elastic_program
-from tests.simulation.ps.job import PsProgram, make_ps_program, play_ps
+from tests.simulation.ps.job import play_ps
+from tests.simulation.ps.programs import PsProgram, make_ps_program
 from tests.simulation.ranks.job import play
 from tests.simulation.ranks.programs import Epoch, Program, make_program
 

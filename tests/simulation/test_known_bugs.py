@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.known_bugs import ELASTIC_BUGS, KNOWN_BUGS, PS_BUGS
-from tests.simulation.ranks.job import PROGRESS
+from tests.simulation.ranks.rank import PROGRESS
 from tests.simulation.shrinking import KINDS, shrink
 
 MOST_SEEDS = 1000
@@ -20,11 +20,11 @@ FIRST = {
     "the last host that leaves": 2,
     "a newcomer is rank 0 while an older rank lives": 25,
     "hosts that come back make more ranks than the job may have": 202,
-    "a worker starts where another one has not ended": 18,
+    "a worker starts where another one has not ended": 5,
     "the link that is cut": 24,
     "a rank that has to leave takes the last commit with it": 53,
     "a host is used again while its workers end": 643,
-    "an agent starts while the workers of its predecessor end": 582,
+    "an agent starts while the workers of its predecessor end": 78,
     "the restart of the scheduler amid scaling": 571,
     "the restart of a server amid scaling": 198,
     "a table is sent before all pushes of its border are here": 99,

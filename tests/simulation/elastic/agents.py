@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from hvdlite.common.connections.frames import unpack
 from hvdlite.launcher.agents.agent_connection import AgentHost
-from hvdlite.launcher.agents.channel import BEATS, VERSION, unsqueeze
+from hvdlite.launcher.agents.channel import VERSION, unsqueeze
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
 from hvdlite.launcher.elastic import host_agents, worker_processes
@@ -190,44 +190,6 @@ class Agent:
         for worker in self.workers.values():
             if worker.lives:
                 self.job.collectives.end(worker, seen_after)
-
-
-class Network:
-    """The ways between the launcher and the hosts."""
-
-    def __init__(self, job: ElasticJob) -> None:
-        self._world = job.world
-        self._busy: dict[object, float] = {}
-        self._stalls: dict[tuple[str, int], tuple[float, float]] = {}  # From when, until when.
-        self.down: set[str] = set()  # Hosts that were lost.
-        self.agents: list[Agent] = []  # All that have come.
-
-    def stall(self, host: str, way: int, seconds: float) -> None:
-        """Let nothing arrive for a while."""
-        now = self._world.now
-        for each in (TO_LAUNCHER, FROM_LAUNCHER):
-            if way & each:
-                since, until = self._stalls.get((host, each), (now, 0.0))
-                if until <= now:  # A while after the last beat.
-                    since = now - SILENCE_SECONDS / BEATS * self._world.lot.random()
-                self._stalls[host, each] = since, max(until, now + seconds)
-
-    def silence(self, host: str, way: int) -> float:
-        """Return for how long nothing has arrived, beats included."""
-        since, until = self._stalls.get((host, way), (0.0, 0.0))
-        return self._world.now - since if until > self._world.now else 0.0
-
-    def reaches(self, host: str) -> bool:
-        """Return whether a new connection can be made."""
-        ways = TO_LAUNCHER, FROM_LAUNCHER
-        return host not in self.down and not any(self.silence(host, way) for way in ways)
-
-    def carry(self, key: object, host: str, way: int, action: Callable[[], None]) -> None:
-        """Let `action` happen after all that has the same `key` and goes the same way."""
-        at = self._world.now + 1e-4 * (0.5 + self._world.lot.random())
-        until = self._stalls.get((host, way), (0.0, 0.0))[1]
-        at = self._busy[key, way] = max(at, until, self._busy.get((key, way), 0.0))
-        self._world.after(at - self._world.now, action)
 
 
 class Launcher(Watched, HostAgents):

@@ -12,8 +12,9 @@ from typing import Any
 
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from hvdlite.launcher.decisions.commands import Finish
-from tests.simulation.elastic.agents import LOOK_SECONDS, Agent, Network, around, new_launcher
+from tests.simulation.elastic.agents import LOOK_SECONDS, Agent, around, new_launcher
 from tests.simulation.elastic.collectives import Collectives
+from tests.simulation.elastic.network import Network
 from tests.simulation.elastic.programs import (
     FROM_LAUNCHER,
     SILENCE_SECONDS,
@@ -32,6 +33,7 @@ STEPS, PROGRESS, ENDS = (
 LIMIT_SECONDS = 2000.0  # Of virtual time: a job that has not ended by then never will.
 # By so much the launcher's clock is ahead at most: less than agents have to end.
 MOST_AHEAD_SECONDS = 3.5
+HANG_SECONDS = 1.5  # After which an agent tells of a worker that does not answer.
 KILLED = -9
 
 
@@ -44,7 +46,7 @@ class ElasticJob:
         self.broken: BrokenError | None = None
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.world, self.workers)
-        self.network = Network(self)
+        self.network = Network(self.world)
         self._shown: dict[str, int] = {}
         self._early: set[int] = set()  # Workers that have returned before the last step.
         self._frozen: list[Callable[[], None]] | None = None  # What the launcher has yet to do.
@@ -136,7 +138,7 @@ class ElasticJob:
     def _happen(self, happening: Happening) -> None:
         living = [each for each in self.workers.values() if each.lives]
         kind, host, seconds = happening.kind, happening.host, happening.seconds
-        if kind in ("kill", "stop", "raise", "pause", "close", "return"):
+        if kind in ("kill", "stop", "raise", "pause", "hang", "close", "return", "late"):
             if living:
                 self._strike(kind, living[happening.which % len(living)], seconds)
             return
@@ -182,6 +184,16 @@ class ElasticJob:
                 self.tell(worker.name, f"is stopped for {seconds:.3f} s")
                 self.world.after(0.1 * self.world.lot.random(), lambda: self._see_stop(worker))
                 self.world.after(seconds, worker.go_on)
+            case "hang" if not worker.stopped:
+                worker.stopped = True
+                self.tell(worker.name, f"hangs for {seconds:.3f} s")
+                self.world.after(HANG_SECONDS, lambda: self._see_hang(worker))
+                self.world.after(seconds, worker.go_on)
+            case "late" if worker.epoch > worker.left and len(worker.members) > 1:
+                place = worker.members.index(worker.number) + 1
+                late = worker.members[place % len(worker.members)]
+                self.tell(worker.name, f"says that worker {late} is late")
+                worker.say("late", worker.epoch, [late])
             case "raise" if not worker.ended:
                 worker.ended = True
                 self.tell(worker.name, "raises ValueError")
@@ -201,6 +213,12 @@ class ElasticJob:
         if worker.lives and worker.stopped:
             worker.ended = True
             worker.agent.say("stopped", worker.number, after=1e-3)
+
+    def _see_hang(self, worker: Worker) -> None:
+        if worker.lives and worker.stopped:
+            worker.ended = True
+            why = f"it has not answered for {HANG_SECONDS:g} seconds"
+            worker.agent.say("silent", worker.number, why)
 
     def _heal(self) -> None:
         self.network.down.clear()

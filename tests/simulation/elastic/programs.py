@@ -20,7 +20,8 @@ class Happening:
     | kind | what |
     |---|---|
     | kill, stop, raise | a worker is killed, stopped for good, or raises |
-    | pause, close, return | it is stopped for some seconds, loses its connection, is done early |
+    | pause, hang | it is stopped for some seconds, or does not answer its agent |
+    | close, return, late | it loses its connection, is done early, or says that the next is late |
     | lose, restore, leaving | a host is lost without a word, is back, or says that it will go |
     | show | discovery shows `hosts` |
     | stall | for some seconds, nothing arrives between launcher and host in the ways `way` |
@@ -90,7 +91,7 @@ def make_elastic_program(seed: int, *, calm: bool = False) -> ElasticProgram:
     kills = [each.at for each in happenings if each.kind == "kill"]
     if program.failures_by_host and kills:  # While what was on a host that is given up ends.
         at = lot.choice(kills) + 0.8 * lot.random()
-        troubles.append(Happening(at, "jump", seconds=1 + lot.random()))
+        troubles.append(Happening(at, "jump", seconds=1.5 + 1.5 * lot.random()))
     return replace(program, happenings=(*happenings, *troubles))
 
 
@@ -124,7 +125,7 @@ def _make_troubles(
     """Draw what befalls connections, clocks and processes that go on; some beside other events."""
     kinds: tuple[str, ...] = ("freeze", "jump", "stall", "part")
     if not graceful:
-        kinds += ("pause", "pause", "close", "return", "stall")
+        kinds += ("pause", "pause", "hang", "close", "return", "late", "stall")
     troubles = []
     for _ in range(lot.randint(1, 3)):
         at = lot.choice((0.5, 2.5, 6.0)) * lot.random()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.ps.job import Blow, PsProgram, play_ps
+from tests.simulation.ps.job import play_ps
+from tests.simulation.ps.programs import Blow, PsProgram
 
 FOUND = {
     # A server that had lost all took the number of its updates for the steps of workers of ssp.
