@@ -227,6 +227,9 @@ def _add_live_flags(parser: Parser) -> None:
         help="serve the ranks' numbers to Prometheus; 0: any free port")  # fmt: skip
     add("--metrics-address", metavar="ADDRESS",
         help="of this host, for --metrics-port; default: 127.0.0.1")  # fmt: skip
+    add("--live-page", metavar="[ADDRESS:]PORT",
+        help="serve a page with what the ranks do; 0: any free port")  # fmt: skip
+    add("--live-report", metavar="FILE", help="write that page at the end, as one HTML file")
 
 
 def _add_setting_flags(parser: Parser) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
+PORT, ADDRESS = re.compile("[0-9]{1,5}"), re.compile(r"[\w.:%-]+")
 
 
 @dataclass(frozen=True)
@@ -18,10 +23,18 @@ class LiveOptions:
     metrics_port: int | None = None  # None: nothing is served; 0: any free port.
     metrics_address: str = LOOPBACK
     show: bool = False  # As a table on the terminal.
+    page: tuple[str, int] | None = None  # Address and port of the page; 0: any free port.
+    report: str | None = None  # The file for the page at the end of the job.
+    title: str = ""  # Of the page.
 
     @property
     def counts(self) -> bool:
-        return self.show or self.metrics_port is not None
+        return self.show or self.has_page or self.metrics_port is not None
+
+    @property
+    def has_page(self) -> bool:
+        """Whether there is a page, served or as a file."""
+        return self.page is not None or self.report is not None
 
 
 NOT_SHOWN = LiveOptions()
@@ -36,4 +49,41 @@ def live_options(args: argparse.Namespace) -> LiveOptions:
         raise ConfigError(f"--metrics-port {port}: ports go up to {HIGHEST_PORT}")
     if args.show_live and args.debug_rank is not None:
         raise ConfigError("--live contradicts --debug-rank, which gives the terminal to a rank")
-    return LiveOptions(port, args.metrics_address or LOOPBACK, args.show_live)
+    return LiveOptions(
+        port,
+        args.metrics_address or LOOPBACK,
+        args.show_live,
+        None if args.live_page is None else _place(args.live_page),
+        _file(args.live_report),
+        _title(args.command),
+    )
+
+
+def _place(text: str) -> tuple[str, int]:
+    """Return address and port of ``[ADDRESS:]PORT``."""
+    address, colon, port = text.rpartition(":")
+    bare = address.removeprefix("[").removesuffix("]") if colon else LOOPBACK
+    if (
+        not (port.isdecimal() and len(port) < 6 and int(port) <= HIGHEST_PORT and bare)
+        or " " in text
+    ):
+        raise ConfigError(
+            f"--live-page {text}: must be a port (0: any that is free), ADDRESS:PORT or [IPv6]:PORT"
+        )
+    return bare, int(port)
+
+
+def _file(name: str | None) -> str | None:
+    """Return the absolute path of a file that can be written, as far as one can see."""
+    if name is None:
+        return None
+    path = Path(name).absolute()
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--live-report {name}: must be a file in a folder that can be written")
+    return str(path)
+
+
+def _title(command: Sequence[str]) -> str:
+    """Return the name of the script, without arguments, which may be secret."""
+    scripts = [word for word in command if word.endswith(".py")]
+    return Path([*scripts, *command, "hvdlite"][0]).name

@@ -53,7 +53,9 @@ class Job(ABC):
                 self.finish()
                 with contextlib.suppress(BrokenPipeError):
                     self.output.finish()
-                return self.conclude()
+                outcome = self.conclude()
+                self.live.end(outcome.sentence)
+                return outcome
         finally:
             self.close()
             self.live.close()

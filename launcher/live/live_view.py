@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.connections.http_server import Content, HttpServer
+from hvdlite.common.connections.address import Address
+from hvdlite.common.connections.http_server import Content, HttpServer, Request
 from hvdlite.launcher.command_line.live_options import LiveOptions
 from hvdlite.launcher.live.job_view import JobView
 from hvdlite.launcher.live.prometheus import CONTENT_TYPE, PrometheusPage
-from hvdlite.launcher.live.snapshot import snapshot
+from hvdlite.launcher.live.snapshot import Snapshot, snapshot
 from hvdlite.launcher.live.table import check_rich, lines_of
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
 
+if TYPE_CHECKING:
+    from hvdlite.launcher.live.page import LivePage
+
 STREAM = "stderr"  # Where the table is shown: standard output may go to a file.
 LOOK_SECONDS = 1.0
 METRICS_PATHS = ("/", "/metrics")
+EVERY_ADDRESS = ("0.0.0.0", "::")
+# A page asks each second. If one has asked of late, it is answered for so long after the end.
+LINGER_SECONDS = 1.5
 
 
 class LiveView:
@@ -39,6 +50,12 @@ class LiveView:
         self._loop, self._say, self._console = loop, say, console
         self._shown = options.show and self._can_show()
         self._servers: list[HttpServer] = []
+        self._page: LivePage | None = None
+        self._page_listener: socket.socket | None = None
+        self._asked: deque[int] = deque(maxlen=3)  # By the page, in the last looks.
+        self._report = options.report
+        if options.has_page:
+            self._page = self._make_page(options)
         if options.metrics_port is not None:
             self._serve_metrics(options.metrics_address, options.metrics_port)
         if options.counts:
@@ -55,36 +72,52 @@ class LiveView:
 
     def _serve_metrics(self, address: str, port: int) -> None:
         page = PrometheusPage(self.job, self._loop.now)
-        try:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, port), family=family)
-        except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"--metrics-port {port}: cannot listen at {address}: {why}; choose another port "
-                "(0: any that is free), or --metrics-address"
-            ) from None
+        listener = _listen(address, port, f"--metrics-port {port}", ", or --metrics-address")
 
-        def find(path: str) -> Content | None:
-            return Content(CONTENT_TYPE, page.text()) if path in METRICS_PATHS else None
+        def find(request: Request) -> Content | None:
+            return Content(CONTENT_TYPE, page.text()) if request.path in METRICS_PATHS else None
 
-        server = HttpServer(self._loop, listener, find)
-        self._servers.append(server)
-        host = f"[{address}]" if ":" in address else address
-        self._say(f"metrics at http://{host}:{server.port}/metrics")
+        self._servers.append(HttpServer(self._loop, listener, find))
+        self._say(f"metrics at {_url(address, listener)}/metrics")
+
+    def _make_page(self, options: LiveOptions) -> LivePage:
+        from hvdlite.launcher.live.page import LivePage
+
+        page = LivePage(options.title)
+        if options.page is not None:
+            address, port = options.page
+            listener = _listen(address, port, f"--live-page {port}")
+            self._servers.append(HttpServer(self._loop, listener, page.find))
+            self._page_listener = listener
+            if address in EVERY_ADDRESS:
+                address = socket.gethostname()
+            self._say(f"page at {_url(address, listener)}/{page.token}/")
+        return page
 
     def _look(self) -> None:
         self._loop.call_after(LOOK_SECONDS, self._look)
         straggler = self.job.look(self._loop.now())
         if straggler is not None:
             self._say(straggler.text)
+        if not self._shown and self._page is None:
+            return
+        now = snapshot(self.job, self._loop.now(), time.time())
+        if self._page is not None:
+            self._asked.append(self._page.asked)
+            self._keep(self._page, now)
         if self._shown:
-            self._draw()
+            self._draw(now)
 
-    def _draw(self) -> None:
+    def _keep(self, page: LivePage, now: Snapshot) -> None:
         try:
-            size = self._console.size(STREAM)
-            lines = lines_of(snapshot(self.job, self._loop.now(), time.time()), *size)
+            page.look(now)
+        except Exception as error:  # No reason to end a training.
+            self._page = None
+            self._say(f"--live-page: the page stays as it is: {error}")
+
+    def _draw(self, now: Snapshot) -> None:
+        try:
+            lines = lines_of(now, *self._console.size(STREAM))
         except Exception as error:  # Such as a terminal that is gone: no reason to end a training.
             self._shown, lines = False, []
             self._say(f"--live: the table ends: {error}")
@@ -102,9 +135,56 @@ class LiveView:
         """Take an event."""
         self.job.note(kind, text, self._loop.now())
 
+    def end(self, sentence: str) -> None:
+        """Take note that the job has ended; `sentence` is empty where all is well.
+
+        Writes the report, and lets pages that are open know.
+        """
+        page = self._page
+        if page is None:
+            return
+        self._keep(page, snapshot(self.job, self._loop.now(), time.time()))
+        page.end(sentence.partition("\n")[0])
+        if self._report is not None:
+            self._write(page, self._report)
+        if self._page_listener is not None and page.asked > min(self._asked, default=0):
+            loop = EventLoop()  # The handlers of the job are for a job that runs.
+            server = HttpServer(loop, self._page_listener.dup(), page.find)
+            until = loop.now() + LINGER_SECONDS
+            while (left := until - loop.now()) > 0:
+                loop.run_once(left)
+            server.close()
+            loop.close()
+
+    def _write(self, page: LivePage, file: str) -> None:
+        part = Path(f"{file}.part")
+        try:
+            part.write_text(page.report(), "utf-8")
+            part.replace(file)
+        except (OSError, ValueError) as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            self._say(f"--live-report: {file}: {getattr(error, 'strerror', None) or error}")
+
     def close(self) -> None:
         """Serve no longer; idempotent."""
         self._shown = False
         self._console.show(STREAM, ())
         for server in self._servers:
             server.close()
+
+
+def _listen(address: str, port: int, flag: str, remedy: str = ", or address") -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{flag}: cannot listen at {address}: {why}; choose another port (0: any that is "
+            f"free){remedy}"
+        ) from None
+
+
+def _url(address: str, listener: socket.socket) -> str:
+    return f"http://{Address(address, listener.getsockname()[1])}"

@@ -1,9 +1,9 @@
 """Answers GET requests of other programs in a loop, a few a second, whatever comes.
 
-Those programs prove nothing: what is served must be for everybody who can reach the listener. Who
-serves shares its cores with ranks, so that no flood of requests may take them: after
-`MOST_A_SECOND` connections the next ones wait in the kernel's queue, which costs nothing. Nothing
-but the path of the first line is read; a connection has one request and `PATIENCE_SECONDS`.
+Those programs prove nothing, unless `find` asks for a proof. Who serves shares its cores with
+ranks, so that no flood of requests may take them: after `MOST_A_SECOND` connections the next ones
+wait in the kernel's queue, which costs nothing. A connection has one request, without a body, and
+`PATIENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,35 @@ REQUEST = re.compile(rb"GET (/[!-~]{0,200}) HTTP/1\.[01]\r?\n")
 END = re.compile(rb"\r?\n\r?\n")
 
 
+class Request(NamedTuple):
+    """What is asked for; `lines` are those of the headers."""
+
+    path: str
+    lines: tuple[str, ...] = ()
+
+    def header(self, name: str) -> str | None:
+        """Return the values of a header, joined as by HTTP; None where there is none."""
+        pairs = (line.partition(":") for line in self.lines)
+        found = [value.strip() for key, _, value in pairs if key.lower() == name]
+        return ", ".join(found) if found else None
+
+
 class Content(NamedTuple):
     """What is found at a path."""
 
     type: str
     body: bytes
+    status: str = "200 OK"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Find = Callable[[Request], Content | None]
 
 
 class HttpServer:
-    """Serves what `find` returns for a path; None: there is nothing. It owns the listener."""
+    """Serves what `find` returns for a request; None: there is nothing. It owns the listener."""
 
-    def __init__(
-        self, loop: Loop, listener: socket.socket, find: Callable[[str], Content | None]
-    ) -> None:
+    def __init__(self, loop: Loop, listener: socket.socket, find: Find) -> None:
         self._loop, self._listener, self._find = loop, listener, find
         self._open: set[_Request] = set()
         self._accepted, self._second = 0, 0.0
@@ -84,9 +100,8 @@ class HttpServer:
 
 class _Request:
     def __init__(
-        self, loop: Loop, connection: socket.socket, find: Callable[[str], Content | None],
-        closed: Callable[[_Request], None],
-    ) -> None:  # fmt: skip
+        self, loop: Loop, connection: socket.socket, find: Find, closed: Callable[[_Request], None]
+    ) -> None:
         self._loop, self._connection, self._find, self._closed = loop, connection, find, closed
         self._read = b""
         self._answer = memoryview(b"")
@@ -110,11 +125,16 @@ class _Request:
             self._answer_with(_response("431 Request Header Fields Too Large"))
 
     def _response(self) -> bytes:
-        request = REQUEST.match(self._read)
-        if request is None:
+        match = REQUEST.match(self._read)
+        if match is None:
             return _response("400 Bad Request")
-        content = self._find(request[1].decode("ascii").partition("?")[0])
-        return _response("404 Not Found") if content is None else _response("200 OK", content)
+        lines = END.split(self._read, maxsplit=1)[0].decode("latin-1").splitlines()
+        request = Request(match[1].decode("ascii").partition("?")[0], tuple(lines[1:]))
+        try:
+            content = self._find(request)
+        except Exception:  # What is served is no reason to end the program that serves.
+            return _response("500 Internal Server Error")
+        return _response("404 Not Found") if content is None else _response(content.status, content)
 
     def _answer_with(self, response: bytes) -> None:
         self._answer = memoryview(response)
@@ -142,9 +162,10 @@ class _Request:
 
 
 def _response(status: str, content: Content | None = None) -> bytes:
-    kind, body = content or Content("text/plain; charset=utf-8", f"{status}\n".encode())
+    found = content or Content("text/plain; charset=utf-8", f"{status}\n".encode())
     head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-        "Connection: close\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n\r\n"
+        f"HTTP/1.1 {status}\r\nContent-Type: {found.type}\r\nContent-Length: {len(found.body)}\r\n"
+        "Connection: close\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
     )
-    return head.encode() + body
+    head += "".join(f"{name}: {value}\r\n" for name, value in found.headers)
+    return f"{head}\r\n".encode() + found.body

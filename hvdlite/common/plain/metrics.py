@@ -78,6 +78,7 @@ JOB_METRICS = (
 VERSION = 1
 MOST_CHARACTERS = 3800  # A line of at most 4096 bytes is written to a pipe as a whole.
 MOST_VALUES = 200
+LEAST_VALUE = 1e-9  # Other than 0.
 LONGEST_NAME = 120  # Of a tensor.
 LABEL = re.compile(r"[a-z_]{1,40}")
 
@@ -130,4 +131,5 @@ def _is_value(key: str, value: object) -> bool:
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return 0 <= value < 1e18  # NaN is not; and `math.isfinite` fails with huge integers.
+    # NaN is not; `math.isfinite` fails with huge integers, and ratios of these are finite.
+    return value == 0 or LEAST_VALUE <= value < 1e18

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.connections import http_server
-from hvdlite.common.connections.http_server import Content, HttpServer
+from hvdlite.common.connections.http_server import Content, HttpServer, Request
 from hvdlite.common.connections.loop import Loop
 
 pytestmark = pytest.mark.timeout(60)
@@ -27,9 +27,9 @@ class Site:
         pages = {"/metrics": Content("text/plain", b"page"), "/long": Content("a/b", PAGE)}
         self.found: list[str] = []
 
-        def find(path: str) -> Content | None:
-            self.found.append(path)
-            return pages.get(path)
+        def find(request: Request) -> Content | None:
+            self.found.append(request.path)
+            return pages.get(request.path)
 
         self.server = HttpServer(self.loop, socket.create_server(("127.0.0.1", 0)), find)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -35,6 +36,8 @@ while not done:
 def page_of(process: subprocess.Popen[str], wanted: str) -> str:
     """The page of metrics once two ranks and what is `wanted` are in it."""
     assert process.stderr is not None
+    line = next(line for line in process.stderr if "page at" in line)
+    assert b"<title>" in urllib.request.urlopen(re.search(r"http://\S+", line)[0]).read()  # type: ignore[index]
     line = next(line for line in process.stderr if "metrics at" in line)
     address = re.search(r"http://\S+", line)[0]  # type: ignore[index]
     assert address.startswith("http://127.0.0.1:")
@@ -51,12 +54,18 @@ def page_of(process: subprocess.Popen[str], wanted: str) -> str:
 def check(words: tuple[str, ...], folder: Path, *arguments: str, wanted: str = "") -> str:
     end = folder / "end"
     command = [sys.executable, "-c", SCRIPT, str(end), *arguments]
-    with start(*words, "--metrics-port", "0", *command) as process:
+    report = folder / "report.html"
+    flags = ("--metrics-port", "0", "--live-page", "0", "--live-report", str(report))
+    with start(*words, *flags, *command) as process:
         text = page_of(process, wanted)
         end.touch()
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert "{" not in err, "the lines of ranks are for nobody's eyes"
+    (data,) = re.findall(r'id="data">(.*?)</script>', report.read_text())
+    found = json.loads(data)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1] and found["ended"] == ""
+    assert found["progress"]["total"] == 1000
     assert 'collective_calls_total{collective="allreduce",host="' in text
     assert re.search(r'hvdlite_progress_total_steps\{host="[^"]+",rank="1"\} 1000.0', text)
     return text
