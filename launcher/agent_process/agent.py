@@ -45,9 +45,8 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agent_process.agent_folder import LIVE, AgentFolder
-from hvdlite.launcher.agent_process.host_meeting import HostMeeting
-from hvdlite.launcher.agent_process.rank_process import RankProcess, RankStart
-from hvdlite.launcher.agent_process.rank_variables import RankVariables
+from hvdlite.launcher.agent_process.rank_process import RankProcess, RankStart, RankVariables
+from hvdlite.launcher.agent_process.relay import HostMeeting
 from hvdlite.launcher.agents.channel import (
     BEATS,
     MUCH_BYTES,

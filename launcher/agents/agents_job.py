@@ -17,7 +17,7 @@ from hvdlite.launcher.agents.agent_starters import (
 )
 from hvdlite.launcher.agents.channel import squeeze
 from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
-from hvdlite.launcher.agents.group_agents import GroupAgents
+from hvdlite.launcher.agents.group_agents import GroupAgents, make_group
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.agents.merged_meeting import MergedMeeting
 from hvdlite.launcher.command_line.launcher_choice import GROUPS
@@ -26,7 +26,6 @@ from hvdlite.launcher.hosts.unreachable import explain_agent, has_not_answered, 
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome
 from hvdlite.launcher.live.job_view import STALL
-from hvdlite.launcher.platforms.groups import make_group
 
 if TYPE_CHECKING:
     from hvdlite.ps.scheduler.hosted import HostedScheduler

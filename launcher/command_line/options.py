@@ -28,12 +28,12 @@ from hvdlite.launcher.command_line.launcher_choice import (
     choose_launcher,
 )
 from hvdlite.launcher.command_line.live_options import NOT_SHOWN, LiveOptions, live_options
-from hvdlite.launcher.hosts.cores import cores
 from hvdlite.launcher.hosts.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
+from hvdlite.launcher.hosts.resources import cores
 from hvdlite.launcher.mpirun.user_arguments import BINDING_FLAGS, flags_in
 from hvdlite.launcher.platforms.allocation import SLURM, Allocation, find_allocation
-from hvdlite.launcher.platforms.jsrun import compute_hosts
 from hvdlite.launcher.platforms.kubernetes import LauncherPod, find_launcher_pod, with_own_pod_local
+from hvdlite.launcher.platforms.steps import compute_hosts
 from hvdlite.launcher.platforms.torch_pod import TorchPod, find_torch_pod
 
 # Flags that become fields of `Options` as they are.

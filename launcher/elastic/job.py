@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions import termination_plan as ending
 from hvdlite.launcher.decisions.termination_plan import Plan
-from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
+from hvdlite.launcher.elastic.discovery import DiscoveryScript
 from hvdlite.launcher.elastic.host_agents import HostAgents
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.jobs.outcome import JobOutcome, signal_outcome

@@ -23,11 +23,11 @@ from typing import Any
 import hvdlite
 from hvdlite.common.connections.loop import Timer
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.hosts.cores import print_cores_script
 from hvdlite.launcher.hosts.host_facts import PACKAGES, Attempt, Facts
 from hvdlite.launcher.hosts.host_report import HostReport
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.probe import MARK
+from hvdlite.launcher.hosts.resources import print_cores_script
 from hvdlite.launcher.hosts.ssh import agent_path, connect_seconds, ssh_command
 from hvdlite.launcher.hosts.unreachable import explain_agent, explain_silence
 from hvdlite.launcher.processes.event_loop import EventLoop

@@ -23,7 +23,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.elastic.job import ElasticJob
 from hvdlite.launcher.hosts.check_hosts import check_hosts
 from hvdlite.launcher.hosts.host_report import HostReport
-from hvdlite.launcher.jobs.environment import rank_environment
+from hvdlite.launcher.jobs.environment import rank_environment, torchrun_variables
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
@@ -31,7 +31,6 @@ from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, Mpi, find_mpi
 from hvdlite.launcher.mpirun.mpirun import MpirunJob
 from hvdlite.launcher.mpirun.user_arguments import own_agent, parameter_given
 from hvdlite.launcher.platforms.kubernetes import listed, names_without_address
-from hvdlite.launcher.platforms.torchrun import torchrun_variables
 from hvdlite.launcher.processes.console import say
 from hvdlite.launcher.processes.signals import SignalInbox
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.platforms.allocation import is_task
-from hvdlite.launcher.platforms.slurm_step import lacks_plugin, mpi_plugins
+from hvdlite.launcher.platforms.steps import lacks_plugin, mpi_plugins
 
 OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
 PLUGINS = {OPENMPI: "pmix", HYDRA: "pmi2"}  # Of Slurm, by the MPI that the ranks load.

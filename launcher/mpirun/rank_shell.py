@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.common.meeting.host_identity import BOOT_ID, boot_id
-from hvdlite.launcher.hosts.cores import count_cores_script
-from hvdlite.launcher.hosts.visible_devices import SHELL as VISIBLE_DEVICES
+from hvdlite.launcher.hosts.resources import SHELL as VISIBLE_DEVICES
+from hvdlite.launcher.hosts.resources import count_cores_script
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
 
 # Finds out whether this is the launcher's host, and connects the rank.

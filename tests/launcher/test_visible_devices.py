@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.hosts.visible_devices import SETTING, SHELL, VARIABLES, visible_devices
+from hvdlite.launcher.hosts.resources import SETTING, SHELL, VARIABLES, visible_devices
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 CASES = [

@@ -19,7 +19,7 @@ import pytest
 from hvdlite.launcher.agents.channel import VERSION
 from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.options import resolve
-from hvdlite.launcher.hosts.cores import cores
+from hvdlite.launcher.hosts.resources import cores
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.jobs.start import run_job
 from tests.launcher.jobs import IMPATIENT, LAUNCHER, MARK, launch, processes, start

@@ -11,7 +11,7 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import settings
 from hvdlite.launcher.command_line.flags import IGNORED, RENAMED, make_parser, parse_args
 from hvdlite.launcher.command_line.options import LaunchOptions, resolve
-from hvdlite.launcher.hosts.cores import cores
+from hvdlite.launcher.hosts.resources import cores
 
 
 def options(*words: str, environ: Mapping[str, str] | None = None) -> LaunchOptions:

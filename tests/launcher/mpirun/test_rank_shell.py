@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hvdlite.launcher.hosts.cores import cores, count_cores_script
+from hvdlite.launcher.hosts.resources import cores, count_cores_script
+from hvdlite.launcher.jobs.environment import LOOPBACK, first_host
 from hvdlite.launcher.mpirun import rank_shell
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.mpirun.rank_shell import RankShell
-from hvdlite.launcher.platforms.torchrun import LOOPBACK, first_host
 from tests.launcher.jobs import launch
 from tests.launcher.mpirun.test_commands import options
 
@@ -156,7 +156,7 @@ def test_the_limit_of_a_container_counts(
 
 def test_cores_are_those_of_the_affinity_mask_at_most() -> None:
     script = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    script += "from hvdlite.launcher.hosts.cores import cores; print(cores())"
+    script += "from hvdlite.launcher.hosts.resources import cores; print(cores())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert done.stdout == b"1\n"
     assert 1 <= cores() <= len(os.sched_getaffinity(0))

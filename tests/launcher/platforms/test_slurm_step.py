@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hvdlite.launcher.platforms.slurm_step import (
+from hvdlite.launcher.platforms.steps import (
     NOISE,
     agents_command,
     agents_environment,
