@@ -15,14 +15,60 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.handles import Handle, HandleTable
 from hvdlite.ps import context
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.context import PREFIX, serve
 from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.serving import PREFIX, serve
 from hvdlite.ps.tables.clocks import ASYNC, Mode
 from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
-from hvdlite.ps.worker.raw_table import FoundTable, RawTable
+from hvdlite.ps.worker.ordered_operations import joined, until_settled
 from hvdlite.ps.worker.remote_rows import RemoteRows
+from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.worker import Worker
+
+# A table of one tensor, as a worker pushes to it and pulls from it by its name.
+
+
+class RawTable(RemoteTable):
+    """A table whose pushes and pulls are begun in their order, and waited for later."""
+
+    def push_async(self, array: Array) -> Handle:
+        """Push a flat array as a step. Raises `PsRolledBack`."""
+        self.raise_if_rolled_back()
+        self.gate.let_pass()
+        servers = range(len(self._shards))
+        return self._push_parts([self._cut([array], server) for server in servers], {})
+
+    def pull_async(self) -> Handle:
+        """Return a handle of the tensor, which has all that was pushed here before."""
+        self.raise_if_rolled_back()
+        return until_settled(self._pull_once)
+
+    def _pull_once(self) -> Handle:
+        # A table that moves has its blocks first, then its shards, then fails the old ones.
+        shards = self._shards
+        every = self._blocks
+        handles = self._pull_parts(shards, [()] * len(shards))
+        (spec,) = self.specs
+
+        def finish(answers: list[Message]) -> Array:
+            found = np.empty(spec.size, dtype_of(spec.dtype))
+            for blocks, answer in zip(every, answers, strict=True):
+                for block, data in zip(blocks, answer.payloads, strict=True):
+                    block.scatter(block.view(data), [found], self._first_key)
+            return found.reshape(spec.shape)
+
+        return joined(handles, finish)
+
+    def refresh(self) -> None:
+        """See `TableShards`. Should a server be lost, what was pulled last is offered to it."""
+        self.pull_async().wait()
+
+
+class FoundTable(RawTable):
+    """A table that another worker begins."""
+
+    first_version = -2
 
 
 def _same(array: Array) -> Array:

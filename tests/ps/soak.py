@@ -32,9 +32,9 @@ import torch
 
 from hvdlite.numpy import ps
 from hvdlite.ps import context
+from hvdlite.ps.context import PREFIX, serve
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.serving import PREFIX, serve
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.tables.row_store import ZEROS, RowsSpec
 from hvdlite.torch import ps as torch_ps

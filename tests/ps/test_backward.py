@@ -16,7 +16,7 @@ from hvdlite.ps.tables import gradient_pieces
 from hvdlite.ps.tables.gradient_pieces import EarlySender
 from hvdlite.ps.worker.shard import Shard
 from hvdlite.torch import ps
-from hvdlite.torch.ps.backward import BackwardFollower
+from hvdlite.torch.ps.pushing_optimizer import BackwardFollower
 from tests.ps.digits import batch, loss_of, network
 from tests.ps.processes import cluster
 from tests.ps.sites import Site

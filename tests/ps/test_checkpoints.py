@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.numpy import ps
 from hvdlite.ps import context
 from hvdlite.ps.layouts.blocks import TensorSpec
-from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE, CheckpointOrder
+from hvdlite.ps.scheduler.barrier import LOAD, SAVE, CheckpointOrder
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC, SYNC
 from hvdlite.ps.tables.updater import Added

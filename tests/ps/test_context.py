@@ -42,7 +42,7 @@ def test_a_scheduler_alone_and_workers_without_collectives(port: int) -> None:
     }  # fmt: skip
     serve = (
         "from hvdlite.ps import context; context.init()\n"
-        "from hvdlite.ps.serving import serve; serve()"
+        "from hvdlite.ps.context import serve; serve()"
     )
     flags = "--address", address, "--servers", "1", "--workers", "1"
     commands: list[tuple[list[str], dict[str, str]]] = [

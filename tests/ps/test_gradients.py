@@ -9,7 +9,7 @@ import torch
 from hvdlite.ps.layouts.blocks import Array, Block
 from hvdlite.ps.layouts.layout import Part
 from hvdlite.torch.ps.arrays import Target, flat_array_of
-from hvdlite.torch.ps.gradients import FEW, SMALL_BYTES, Gradients
+from hvdlite.torch.ps.pushing_optimizer import FEW, SMALL_BYTES, Gradients
 
 SHAPES = [(), (3,), (4, 5), (2, 3, 4), (SMALL_BYTES // 4 + 1,)]
 

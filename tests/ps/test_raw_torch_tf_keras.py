@@ -17,7 +17,7 @@ import hvdlite.numpy.ps  # noqa: E402
 import hvdlite.tf.ps  # noqa: E402
 import hvdlite.torch.ps  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
-from hvdlite.ps.serving import raw_updater  # noqa: E402
+from hvdlite.ps.context import raw_updater  # noqa: E402
 from tests.ps.cluster import Cluster  # noqa: E402
 
 # The module, what makes its tensors of arrays, and the class of what it returns.

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from hvdlite.ps.context import new_store
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.serving import new_store
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.worker import Worker
-from hvdlite.torch.ps.row_updater import TorchRows
+from hvdlite.torch.ps.updater import TorchRows
 from tests.ps.cluster import Cluster, in_threads, wait_until
 from tests.ps.test_torch_rows import COUNT, SPEC, Servers, pushed
 

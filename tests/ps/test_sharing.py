@@ -24,12 +24,11 @@ from hvdlite.ps.cluster.settings import SERVER
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.memory_exchange import MAGIC, swap
+from hvdlite.ps.connections.memory_exchange import MAGIC, NOTE, Sharing, swap
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.connections.shared_memory import SHARED_BYTES, Descriptor, SharedMemory, Window
-from hvdlite.ps.connections.shared_payloads import NOTE, Sharing
-from hvdlite.ps.tables import gradient_sums
-from hvdlite.ps.tables.gradient_sums import add_up
+from hvdlite.ps.tables import updater as gradient_sums
+from hvdlite.ps.tables.updater import add_up
 from tests.ps.cluster import wait_until
 from tests.ps.hostile import claim_with
 from tests.ps.peers import break_off

@@ -14,8 +14,8 @@ from hvdlite.ps.connections.messages import Answer, Message, pack, parse
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import place
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
-from hvdlite.ps.tables.gradient_sums import add_up
 from hvdlite.ps.tables.table import Table, TableLostError
+from hvdlite.ps.tables.updater import add_up
 
 SPECS = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2), group=1)]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.tables.row_store import RowsSpec, RowStore, first_rows
 from hvdlite.torch import ps
-from hvdlite.torch.ps.row_updater import TorchRows
+from hvdlite.torch.ps.updater import TorchRows
 from tests.ps.processes import cluster
 from tests.ps.scripts.torch_rows import ROWS, WIDTH, main, train_in_one
 from tests.ps.sites import Site

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdlite.ps.context import new_store
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.serving import new_store
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.torch import ps
-from hvdlite.torch.ps.row_updater import TorchRows
-from hvdlite.torch.ps.updater import TorchUpdater
+from hvdlite.torch.ps.updater import TorchRows, TorchUpdater
 from tests.ps.cluster import Cluster, in_threads
 from tests.ps.digits import OPTIMIZERS
 

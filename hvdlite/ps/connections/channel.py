@@ -39,10 +39,9 @@ from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Claim, Party
 from hvdlite.common.plain.logs import log
 from hvdlite.ps.connections.encryption import Encryption
-from hvdlite.ps.connections.memory_exchange import new_name, swap
+from hvdlite.ps.connections.memory_exchange import Sharing, new_name, swap
 from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, pack, parse
 from hvdlite.ps.connections.shared_memory import SharedMemory
-from hvdlite.ps.connections.shared_payloads import Sharing
 
 MEMBER = "ps member"  # The role of every end that connects.
 OTHER_TOKEN = "HVDLITE_PS_TOKEN is another one there: give all processes the same"

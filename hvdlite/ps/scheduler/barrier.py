@@ -6,6 +6,7 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.ps.connections.messages import Answer
@@ -45,3 +46,55 @@ class Barrier:
 
     def load(self, state: Iterable[Sequence[Any]]) -> None:
         self._passed = {worker: (peer, count) for worker, peer, count in state}
+
+
+# Whose turn it is to save or load: the scheduler lets one worker after another do it.
+#
+# All workers call `ps.load`, and the first one does it for all: the second call of a worker is the
+# second load of the job. A worker that comes when others have made steps loads nothing any more.
+#
+# This module never sends, sleeps or reads a clock.
+
+
+SAVE, LOAD = "save", "load"
+
+
+@dataclass
+class CheckpointOrder:
+    """The turns. `steps` are those before the steps that tables count, since the last load."""
+
+    loads: int = 0  # How many the job has made.
+    steps: Mapping[str, int] = field(default_factory=dict)
+    _turn: int = 0
+    _holder: int | None = None  # The worker that saves or loads.
+    _request: int = 0  # With which it has asked.
+
+    def ask(
+        self, worker: int, request: int, body: Mapping[str, Any], workers: Collection[int], now: int
+    ) -> dict[str, Any] | None:
+        """Return what a worker hears that wants to save or load; None: it is to wait.
+
+        A turn is `now`, a number that rises, or 0 where another worker has loaded for it.
+        `workers` are those that are there: the turn of one that is lost is over.
+        """
+        if self._holder == worker and self._request == request:
+            return self._answer(self._turn)  # It was sent again.
+        if self._holder is not None and self._holder != worker and self._holder in workers:
+            return None
+        if body["what"] == LOAD and (body["number"] <= self.loads or body["late"]):
+            return self._answer(0)
+        self._holder, self._request = worker, request
+        self._turn = max(now, self._turn + 1)
+        return self._answer(self._turn)
+
+    def _answer(self, turn: int) -> dict[str, Any]:
+        return {"turn": turn, "loads": self.loads, "steps": dict(self.steps)}
+
+    def end(self, turn: int, steps: Mapping[str, int] | None) -> None:
+        """Take note that a turn is over, with these `steps` of each table where it was a load."""
+        if turn < self._turn or (turn == self._turn and self._holder is None):
+            return  # A turn that is not known is one of a scheduler from before this one.
+        self._turn, self._holder = turn, None
+        if steps is not None:
+            self.loads += 1
+            self.steps = dict(steps)

@@ -19,8 +19,7 @@ from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import rebalance
-from hvdlite.ps.scheduler.barrier import Barrier
-from hvdlite.ps.scheduler.checkpoint_order import CheckpointOrder
+from hvdlite.ps.scheduler.barrier import Barrier, CheckpointOrder
 from hvdlite.ps.scheduler.registry import Registry, TableOptions
 from hvdlite.ps.scheduler.scaling import Change
 

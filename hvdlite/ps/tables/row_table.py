@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.layouts.blocks import Array, dtype_of
 from hvdlite.ps.tables.clocks import SYNC
-from hvdlite.ps.tables.gradient_sums import wide_dtype
 from hvdlite.ps.tables.row_store import RowsSpec, RowStore
 from hvdlite.ps.tables.table import Pull, Table
-from hvdlite.ps.tables.updater import Updater
+from hvdlite.ps.tables.updater import Updater, wide_dtype
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from hvdlite.ps.layouts.blocks import Array, Block
 from hvdlite.ps.tables.clocks import SYNC, Clocks, Mode
 from hvdlite.ps.tables.first_values import Start, Starts
 from hvdlite.ps.tables.gradient_pieces import PIECE, Assemblies, is_piece
-from hvdlite.ps.tables.gradient_sums import add_up, divided
-from hvdlite.ps.tables.updater import Updater
+from hvdlite.ps.tables.updater import Updater, add_up, divided
 
 SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
 

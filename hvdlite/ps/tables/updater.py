@@ -5,12 +5,87 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from hvdlite.common.collectives.native.library import Library, library
+from hvdlite.common.collectives.native.segment import TYPES
 from hvdlite.ps.layouts.blocks import Array
+
+# Sums of gradients in the order of their workers, in compiled code where there is a compiler.
+
+
+def add_up(summands: Sequence[Array], *, average: bool, into: Array | None = None) -> Array:
+    """Return the sum of arrays in their order, or their average, in their dtype.
+
+    16-bit floats are added in float32. The result is written to `into` where it is given.
+    """
+    first = summands[0]
+    result = np.empty_like(first) if into is None else into
+    count = len(summands) if average else 1
+    if count > 1 and first.dtype.kind in "iu":
+        _add(summands, result, 1)
+        result //= count
+    else:
+        _add(summands, result, count)
+    return result
+
+
+def divided(array: Array, count: int) -> Array:
+    """Return an array divided by `count`, in its dtype, as `add_up` averages."""
+    if count == 1:
+        return array
+    if array.dtype.kind in "iu":
+        return array // count
+    wide = wide_dtype(array.dtype)
+    with np.errstate(all="ignore"):
+        product: Array = array.astype(wide, copy=False) * wide.type(1 / count)
+    return product.astype(array.dtype, copy=False)
+
+
+def _add(summands: Sequence[Array], result: Array, count: int) -> None:
+    """Set result to the sum, divided by `count` by a product, as floats are."""
+    kernel = _kernel()
+    if len(summands) == 1:
+        np.copyto(result, summands[0])
+    elif kernel is not None and result.dtype.name in TYPES:
+        kernel.add(summands, result, _reciprocal(count, result))
+    else:
+        _add_in_numpy(summands, result, count)
+
+
+def _add_in_numpy(summands: Sequence[Array], result: Array, count: int) -> None:
+    dtype = result.dtype
+    wide = wide_dtype(dtype)
+    total = result if wide == dtype else np.empty(result.size, wide)
+    with np.errstate(all="ignore"):
+        one, other = (each.astype(wide, copy=False) for each in summands[:2])
+        np.add(one, other, out=total)
+        for each in summands[2:]:
+            total += each.astype(wide, copy=False)
+        if count > 1:
+            total *= wide.type(1 / count)
+        if total is not result:
+            np.copyto(result, total, casting="unsafe")
+
+
+def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which values of a dtype are added up."""
+    is_short = dtype.itemsize == 2 and dtype.kind not in "iu"
+    return np.dtype(np.float32) if is_short else dtype
+
+
+def _reciprocal(count: int, result: Array) -> float:
+    return 1 / count if result.dtype.itemsize == 8 else float(np.float32(1 / count))
+
+
+@functools.cache
+def _kernel() -> Library | None:
+    """Return the compiled code; None where there is none."""
+    return library("auto", first_of_host=False)
 
 
 class Updater(Protocol):

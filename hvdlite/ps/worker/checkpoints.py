@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.messages import Message
-from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE
+from hvdlite.ps.scheduler.barrier import LOAD, SAVE
 from hvdlite.ps.server.checkpoints import remote_error
 from hvdlite.ps.worker.ordered_operations import MovedError
 from hvdlite.ps.worker.table_shards import TableShards

@@ -11,18 +11,16 @@ from torch.optim import SparseAdam
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import check_passes
 from hvdlite.ps import context
+from hvdlite.ps.context import new_store, serve
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import PART_BYTES
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.serving import new_store, serve
 from hvdlite.ps.tables.clocks import Mode
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.torch.ps.embedding import ROWS
-from hvdlite.torch.ps.parameters import names_of, served_names, specs_of
+from hvdlite.torch.ps.parameters import ReducedParameters, names_of, served_names, specs_of
 from hvdlite.torch.ps.pushing_optimizer import PushingMixin
-from hvdlite.torch.ps.reduced import ReducedParameters
-from hvdlite.torch.ps.row_updater import TorchRows
-from hvdlite.torch.ps.updater import TorchUpdater
+from hvdlite.torch.ps.updater import TorchRows, TorchUpdater
 from hvdlite.torch.sharded_state.elementwise import check_elementwise
 
 _REMEDY = (

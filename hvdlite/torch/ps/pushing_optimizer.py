@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,12 +19,9 @@ from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.table_shards import TableShards
-from hvdlite.torch.ps.arrays import Target, flat_array_of
-from hvdlite.torch.ps.backward import BackwardFollower
+from hvdlite.torch.ps.arrays import Target, flat_array_of, is_plain
 from hvdlite.torch.ps.embedding import ROWS, PulledRows
-from hvdlite.torch.ps.gradients import Gradients
-from hvdlite.torch.ps.parameters import specs_of
-from hvdlite.torch.ps.reduced import ReducedParameters
+from hvdlite.torch.ps.parameters import ReducedParameters, specs_of
 from hvdlite.torch.ps.updater import numbers_of
 
 TABLE = "optimizer"
@@ -162,3 +161,120 @@ class PushingMixin(torch.optim.Optimizer):
             self._targets = [Target(parameter) for parameter in self._list]
         self._table.pull([target.array for target in self._targets])
         Target.finish(self._targets)
+
+
+# The gradients of parameters as flat arrays; many small ones cost little more than one.
+
+
+SMALL_BYTES = 1 << 14  # So small gradients are copied faster than arrays of them are made.
+FEW = 8
+
+
+class Gradients:
+    """The gradients of these parameters, step by step."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        small: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+        for number, parameter in enumerate(self._parameters):
+            if parameter.device.type == "cpu" and parameter.nbytes <= SMALL_BYTES:
+                small[parameter.dtype].append(number)
+        self._groups = [
+            _Group(numbers, [self._parameters[number] for number in numbers])
+            for numbers in small.values()
+            if len(numbers) >= FEW
+        ]
+
+    def arrays(self, scale: torch.Tensor | None) -> list[Array]:
+        """Return flat arrays, divided by `scale`: zeros where there is no gradient.
+
+        They count until the gradients change, or until the next call.
+        """
+        gradients = [parameter.grad for parameter in self._parameters]
+        found: list[Array | None] = [None] * len(gradients)
+        if scale is None:
+            for group in self._groups:
+                group.copy(gradients, found)
+        return [
+            self._one(number, gradients[number], scale) if array is None else array
+            for number, array in enumerate(found)
+        ]
+
+    def _one(self, number: int, gradient: torch.Tensor | None, scale: torch.Tensor | None) -> Array:
+        if gradient is None:
+            gradient = torch.zeros_like(self._parameters[number])
+        elif gradient.is_sparse:  # Of nn.Embedding(sparse=True).
+            gradient = gradient.to_dense()
+        if scale is not None:
+            gradient = gradient / scale.to(gradient.dtype)
+        return flat_array_of(gradient)
+
+
+class _Group:
+    """Parameters of one dtype, and memory for their gradients."""
+
+    def __init__(self, numbers: list[int], parameters: Sequence[torch.Tensor]) -> None:
+        self._numbers = numbers
+        memory = torch.empty(sum(each.numel() for each in parameters), dtype=parameters[0].dtype)
+        pieces = torch.split(memory, [each.numel() for each in parameters])
+        self._copies = [
+            piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)
+        ]
+        self._arrays = [flat_array_of(piece) for piece in pieces]
+
+    @torch.no_grad()
+    def copy(self, gradients: Sequence[torch.Tensor | None], found: list[Array | None]) -> None:
+        """Put arrays of the gradients into `found`, unless some are missing or sparse."""
+        own = [each for number in self._numbers if (each := gradients[number]) is not None]
+        if len(own) == len(self._numbers) and {each.layout for each in own} == {torch.strided}:
+            torch._foreach_copy_(self._copies, own)
+            for number, array in zip(self._numbers, self._arrays, strict=True):
+                found[number] = array
+
+
+# Gradients that are sent to servers while backward computes those of the layers before.
+
+
+class Early(Protocol):
+    """What takes gradients before their push."""
+
+    def push_early(self, tensor: int, gradient: Callable[[], Array]) -> None:
+        """Take the flat gradient of a tensor, which the push may find changed."""
+
+
+class BackwardFollower:
+    """Passes each gradient on when `passes` backward passes have added to it.
+
+    The order is that in which backward has them: the last layers first. Where more passes come than
+    `passes`, or something else changes gradients, the push itself finds it.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], table: Early, passes: int) -> None:
+        self._table, self._passes = table, passes
+        self._counts = [0] * len(parameters)
+        for number, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                weakref.finalize(self, register(_hook(weakref.ref(self), number)).remove)
+
+    def end_step(self) -> None:
+        """Take note that the gradients are pushed."""
+        self._counts = [0] * len(self._counts)
+
+    def note(self, number: int, parameter: torch.Tensor) -> None:
+        """Take note of a pass that has added to a gradient, in the thread of backward."""
+        self._counts[number] += 1
+        gradient = parameter.grad
+        if self._counts[number] != self._passes or gradient is None or gradient.is_sparse:
+            return
+        if is_plain(gradient):  # Others would wait here until they are copied to the host.
+            self._table.push_early(number, lambda: flat_array_of(gradient))
+
+
+def _hook(follower: weakref.ref[BackwardFollower], number: int) -> Callable[[torch.Tensor], None]:
+    def note(parameter: torch.Tensor) -> None:
+        found = follower()
+        if found is not None:
+            found.note(number, parameter)
+
+    return note

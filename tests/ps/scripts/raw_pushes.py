@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hvdlite.ps import context
+from hvdlite.ps.context import PREFIX, serve
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.serving import PREFIX, serve
 from hvdlite.ps.worker.shard import PsRolledBack
 
 

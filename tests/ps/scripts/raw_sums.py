@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from hvdlite.ps import context
+from hvdlite.ps.context import PREFIX, serve
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.serving import PREFIX, serve
 
 
 def main(folder: Path, steps: int) -> None:
