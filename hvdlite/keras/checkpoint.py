@@ -8,7 +8,7 @@ epoch = hvd.checkpoint.load("checkpoint", state)["epoch"]  # with any number of 
 from __future__ import annotations
 
 from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
-from hvdlite.checkpoint.variables import VariableTensors
+from hvdlite.checkpoint.tensors import VariableTensors
 from hvdlite.common.layouts.layout import Layout
 
 _forms = CheckpointForms(VariableTensors())

@@ -16,10 +16,9 @@ from hvdlite.launcher.decisions.commands import ElasticPlan, Finish, StartWorker
 from hvdlite.launcher.elastic.direct_job import DirectJob, make_plan
 from hvdlite.launcher.function_rank import dump_call
 from hvdlite.launcher.processes.error_text import shorten
-from hvdlite.spark.elastic_task import open_channel, run_elastic_task
 from hvdlite.spark.output import DriverOutput
 from hvdlite.spark.runner import LOOK_SECONDS, Stage, check_size, no_room, prepare, python_error
-from hvdlite.spark.task import Call
+from hvdlite.spark.task import Call, open_channel, run_elastic_task
 
 T = TypeVar("T")
 CAUSE_SECONDS = 1.0  # How long the driver may take to say why it ends.

@@ -15,8 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
-from hvdlite.checkpoint.tensors import Array
-from hvdlite.checkpoint.variables import VariableTensors
+from hvdlite.checkpoint.tensors import Array, VariableTensors
 from hvdlite.common.layouts.layout import Layout
 
 

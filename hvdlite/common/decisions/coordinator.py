@@ -85,6 +85,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival
+from hvdlite.common.decisions.control_tree import SenderSearches, senders
 from hvdlite.common.decisions.fusion import next_segments
 from hvdlite.common.decisions.process_sets import ProcessSetState, Releases, change_sets
 from hvdlite.common.decisions.request_readiness import (
@@ -95,7 +96,6 @@ from hvdlite.common.decisions.request_readiness import (
     earliest,
     join_error,
 )
-from hvdlite.common.decisions.sender_searches import SenderSearches, senders
 from hvdlite.common.decisions.stall_inspector import Waiting
 from hvdlite.common.plain.messages import (
     NO_BIT,

@@ -18,7 +18,7 @@ from hvdlite.common.plain.config import Config, misspelt
 from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.plain.result_memory import result_memory
-from hvdlite.common.runtime.connect import Connected, connect, find_launch
+from hvdlite.common.runtime.connect import Connected, check_without_mpi, connect, find_launch
 from hvdlite.common.runtime.current import current, this_process
 from hvdlite.common.runtime.elastic_worker import ElasticWorker
 from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
@@ -26,7 +26,6 @@ from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, 
 from hvdlite.common.runtime.process_state import not_initialized
 from hvdlite.common.runtime.recording import DYNAMIC, Lasting
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.runtime.transport_choice import check_without_mpi
 
 # Which process is the rank: a child process inherits the variables of its launcher, too.
 RANK_PROCESS = "HVDLITE_RANK_PROCESS"  # "<process id> <rank> <job>" of the process that is the rank

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdlite.common.segmentation.boundaries import check_last_indices, split_call
-from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.segmentation.strategies import Gradient, check_last_indices, split_call
 
 log = logging.getLogger("hvdlite")
 

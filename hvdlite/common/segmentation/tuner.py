@@ -15,11 +15,15 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hvdlite.common.segmentation.boundaries import check_last_indices, split_call
 from hvdlite.common.segmentation.cost import Forecast, MeasuredIteration, fit
-from hvdlite.common.segmentation.search import neighbours, robust_cuts, worthwhile
-from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient, Size
-from hvdlite.common.segmentation.trials import Trials
+from hvdlite.common.segmentation.search import Trials, neighbours, robust_cuts, worthwhile
+from hvdlite.common.segmentation.strategies import (
+    MOST_SEGMENTS,
+    Gradient,
+    Size,
+    check_last_indices,
+    split_call,
+)
 
 # The drift detector: it notices that a frozen segmentation no longer fits the job.
 #

@@ -20,10 +20,10 @@ from hvdlite.keras.optimizer_families import (
 from hvdlite.keras.ps.updater import LEARNING_RATE, KerasUpdater
 from hvdlite.keras.subclass import save_as
 from hvdlite.ps import context
+from hvdlite.ps.context import serve
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.layouts.layout import PART_BYTES
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.serving import serve
 from hvdlite.ps.tables.clocks import Mode
 from hvdlite.ps.worker.remote_table import RemoteTable
 

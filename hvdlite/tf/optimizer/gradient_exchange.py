@@ -15,9 +15,8 @@ from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import AnyCompressor
 from hvdlite.common.runtime.current import find
 from hvdlite.common.segmentation import strategies as segmentation
-from hvdlite.tf.calls.bucket_call import BucketCall
+from hvdlite.tf.calls.bucket_call import BucketCall, CompressedCall
 from hvdlite.tf.calls.collective_call import TensorCall
-from hvdlite.tf.calls.compressed_call import CompressedCall
 from hvdlite.tf.calls.runner import TensorFlowRunner, name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_slices, dense
 from hvdlite.tf.variables import SOURCES

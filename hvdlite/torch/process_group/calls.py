@@ -34,7 +34,7 @@ from hvdlite.common.runtime.current import find
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.torch.process_group.arguments import translate
-from hvdlite.torch.process_group.backend import BACKEND
+from hvdlite.torch.process_group.checks import BACKEND
 from hvdlite.torch.process_group.tensors import ADAPTER, FittedEntry, KnownCall, overlap
 from hvdlite.torch.process_group.waiting import Abort
 

@@ -8,8 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
-from hvdlite.torch.process_group.backend import devices
+# The name of the backend, and the devices whose tensors it takes.
+
+
+BACKEND = "hvdlite"
+URL = f"{BACKEND}://"
+
+
+def devices() -> list[str]:
+    """Return the device types of tensors: those that torch has a backend for, with streams.
+
+    One that is not among them keeps its vendor's backend as the default.
+    """
+    known = dist.Backend.default_device_backend_map
+    return ["cpu", "cuda", *(kind for kind in known if kind not in ("cpu", "cuda", "mps"))]
+
+
+def is_available(kind: str) -> bool:
+    """Return whether this process can use a device of an accelerator's type."""
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
 
 
 def writable(what: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -21,8 +21,8 @@ from hvdlite.common.runtime.process_sets import (
 )
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.torch.autograd import untraced
-from hvdlite.torch.process_group.backend import BACKEND, devices, is_available
 from hvdlite.torch.process_group.calls import Caller
+from hvdlite.torch.process_group.checks import BACKEND, devices, is_available
 from hvdlite.torch.process_group.copies import Copies
 from hvdlite.torch.process_group.peers import Peers
 from hvdlite.torch.process_group.reductions import Reductions

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hvdlite.torch.process_group.backend import BACKEND, URL, devices
+from hvdlite.torch.process_group.checks import BACKEND, URL, devices
 
 
 def register() -> None:

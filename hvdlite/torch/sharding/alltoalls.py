@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
-from hvdlite.torch.process_group.backend import BACKEND
+from hvdlite.torch.process_group.checks import BACKEND
 from hvdlite.torch.sharding.dtensor import placement_types
 
 # The function by which a placement turns into one of another dimension.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.common.gradients.sparse_exchange import largest
+from hvdlite.common.gradients.compressed_exchange import largest
 
 
 @pytest.mark.parametrize("size", [1, 100, 1 << 14, 50_000])

@@ -6,7 +6,7 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.transport_choice import Wish, choose_transport, wish_of
+from hvdlite.common.runtime.connect import Wish, choose_transport, wish_of
 
 FABRIC, ETHERNET = Wish("auto", "", True), Wish("auto", "", False)
 COLLECTIVES = Wish("auto", "HVDLITE_ALLREDUCE=mpi", False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.common.segmentation.boundaries import split_call
+from hvdlite.common.segmentation.strategies import split_call
 from tests.common.segmentation.machine import named, obeyed
 from tests.resnet50 import BACKWARD
 

@@ -11,8 +11,8 @@ import pytest
 from hvdlite.common.segmentation.cost import (
     MeasuredIteration,
 )
+from hvdlite.common.segmentation.search import Trials
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Size
-from hvdlite.common.segmentation.trials import Trials
 from hvdlite.common.segmentation.tuner import Decision, Tuner
 from tests.common.segmentation.machine import (
     MODELS,

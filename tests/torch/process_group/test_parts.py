@@ -31,7 +31,7 @@ def test_the_import_makes_the_names_known_and_loads_nothing_else() -> None:
         "assert 'hvdlite' in dist.Backend.backend_list\n"
         "loaded = [m for m in sys.modules if m.startswith('hvdlite.torch.process_group')]\n"
         "assert sorted(loaded) == ['hvdlite.torch.process_group',\n"
-        "    'hvdlite.torch.process_group.backend',"
+        "    'hvdlite.torch.process_group.checks',"
         "    'hvdlite.torch.process_group.registration'], loaded\n"
         "assert not {'torch._dynamo', 'torch.distributed.fsdp'} & {*sys.modules}\n"
     )
