@@ -22,7 +22,7 @@ from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.function_rank import CALL, Raised, dump_call, read_answers, read_failures
 from hvdlite.launcher.jobs.outcome import JobOutcome
 from hvdlite.launcher.jobs.start import run_job
-from hvdlite.launcher.platforms.torch_pod import PREFIX
+from hvdlite.launcher.platforms.kubernetes import VARIABLES_BEGIN
 
 T = TypeVar("T")
 # Flags whose warnings have to name an argument of `run`.
@@ -139,7 +139,7 @@ def run(
     words += ["--", executable or sys.executable, "-m", "hvdlite.launcher.function_rank"]
     environ = os.environ if env is None else env
     # The call has one caller, so that no other pod of a job can take part.
-    alone = {name: text for name, text in environ.items() if not name.startswith(PREFIX)}
+    alone = {name: text for name, text in environ.items() if not name.startswith(VARIABLES_BEGIN)}
     options = resolve(parse_args(words), alone)
     for note in options.notes:
         flag = note.partition(" ")[0]

@@ -41,12 +41,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agent_process.agent_folder import LIVE, AgentFolder
 from hvdlite.launcher.agent_process.rank_process import RankProcess, RankStart, RankVariables
-from hvdlite.launcher.agent_process.relay import HostMeeting
+from hvdlite.launcher.agent_process.relay import HostMeeting, WorkerRelay
 from hvdlite.launcher.agents.channel import (
     BEATS,
     MUCH_BYTES,
@@ -58,9 +58,6 @@ from hvdlite.launcher.agents.channel import (
 from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.signals import SignalInbox
-
-if TYPE_CHECKING:
-    from hvdlite.launcher.agent_process.relay import WorkerRelay
 
 TOLD_SECONDS = 2.0  # From SIGTERM to SIGKILL, when the agent itself was told to end.
 LOOK_SECONDS = 1.0
@@ -237,8 +234,6 @@ class Agent:
     def _let_meet(self, job: dict[str, Any]) -> None:
         """Open the socket at which the ranks meet, or by which workers talk with the driver."""
         if job["elastic"]:
-            from hvdlite.launcher.agent_process.relay import WorkerRelay
-
             self._relay = WorkerRelay(job, self.folder, self.loop, self.channel, self._ranks)
             self._handlers["tell"] = self._relay.tell
             return

@@ -63,7 +63,7 @@ class WorkerRelay:
     def look(self) -> None:
         """Tell of workers that run and cannot go on; called now and then."""
         for number, silence in self._server.silence().items():
-            if self._is_stopped(number):
+            if self._runs(number) and _state(self._workers[number].pid) == STOPPED:
                 self._tell_once(number, "stopped")
             elif silence >= self._silence_seconds:
                 why = f"it has not answered for {self._silence_seconds:g} seconds"
@@ -73,9 +73,6 @@ class WorkerRelay:
         if self._runs(number) and (number, kind) not in self._told:
             self._told.add((number, kind))
             self._channel.send(kind, number, *fields)
-
-    def _is_stopped(self, number: int) -> bool:
-        return self._runs(number) and _state(self._workers[number].pid) == STOPPED
 
 
 def _state(pid: int) -> str:

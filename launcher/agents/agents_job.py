@@ -62,10 +62,14 @@ class AgentsJob(FixedJob):
         self._failure: JobOutcome | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._hello, "ready": self._ready, "refused": self._refused,
-            "started": self._rank_started, "output": self._output, "raised": self._raised,
-            "part": self._part, "exit": self._exit, "gathered": self._gathered,
-            "came": self._came, "withdrawn": self._withdrawn, "live": self._live,
-            "stall": self._stall,
+            "gathered": self._gathered, "came": self._came, "withdrawn": self._withdrawn,
+            "live": self._live,
+        }  # fmt: skip
+        # What is said of a rank, whichever agent has it.
+        self._of_ranks: dict[str, Callable[..., None]] = {
+            "started": self.first_failure.started.__setitem__, "output": self.output.feed,
+            "raised": self._raised, "part": self._description.keep_answer, "exit": self._exit,
+            "stall": lambda _, text: self.live.note(STALL, text),
         }  # fmt: skip
 
     def _make_starter(self, environ: Mapping[str, str]) -> AgentStarter:
@@ -153,29 +157,18 @@ class AgentsJob(FixedJob):
             cluster.received(kind, fields[0], fields[1:])
             self._look_for_end()
             return
-        handler = self._handlers.get(kind)
-        if handler is not None:
-            handler(agent, *fields)
+        if kind in self._of_ranks:
+            self._of_ranks[kind](*fields)
+        elif kind in self._handlers:
+            self._handlers[kind](agent, *fields)
 
-    def _rank_started(self, _agent: AgentConnection, rank: int, pid: int) -> None:
-        self.first_failure.started[rank] = pid
-
-    def _output(self, _agent: AgentConnection, rank: int, stream: str, data: bytes) -> None:
-        self.output.feed(rank, stream, data)
-
-    def _raised(self, _agent: AgentConnection, rank: int, words: str) -> None:
+    def _raised(self, rank: int, words: str) -> None:
         self.first_failure.receive("raised", rank, words.split())
-
-    def _stall(self, _agent: AgentConnection, _rank: int, text: str) -> None:
-        self.live.note(STALL, text)
 
     def _live(self, agent: AgentConnection, lines: dict[int, str]) -> None:
         self.live.receive(agent.host.name, lines)
 
-    def _part(self, _agent: AgentConnection, rank: int, data: bytes) -> None:
-        self._description.keep_answer(rank, data)
-
-    def _exit(self, _agent: AgentConnection, rank: int, code: int) -> None:
+    def _exit(self, rank: int, code: int) -> None:
         self.first_failure.end(rank, code)
         if not code:
             self._finished.append(rank)

@@ -32,9 +32,14 @@ from hvdlite.launcher.hosts.hosts import Host, parse_hosts, ranks_per_host, read
 from hvdlite.launcher.hosts.resources import cores
 from hvdlite.launcher.mpirun.user_arguments import BINDING_FLAGS, flags_in
 from hvdlite.launcher.platforms.allocation import SLURM, Allocation, find_allocation
-from hvdlite.launcher.platforms.kubernetes import LauncherPod, find_launcher_pod, with_own_pod_local
+from hvdlite.launcher.platforms.kubernetes import (
+    LauncherPod,
+    TorchPod,
+    find_launcher_pod,
+    find_torch_pod,
+    with_own_pod_local,
+)
 from hvdlite.launcher.platforms.steps import compute_hosts
-from hvdlite.launcher.platforms.torch_pod import TorchPod, find_torch_pod
 
 # Flags that become fields of `Options` as they are.
 AS_GIVEN = ("ssh_port", "ssh_identity_file", "tcp", "as_horovod", "torchrun_env", "debug_rank",

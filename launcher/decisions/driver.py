@@ -9,14 +9,12 @@ from typing import Any
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import Command, ElasticPlan, Finish, Say, Tell
 from hvdlite.launcher.decisions.failures import RESETS_AFTER_EXCEPTIONS, Cooldowns, Failures
-from hvdlite.launcher.decisions.host_changes import HostChanges
 from hvdlite.launcher.decisions.hosts import Hosts
-from hvdlite.launcher.decisions.job_end import NO_PREVIOUS_HOSTS, JobEnd
-from hvdlite.launcher.decisions.losses import Losses
+from hvdlite.launcher.decisions.losses import NO_PREVIOUS_HOSTS, JobEnd, Losses
 from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.requirements import Requirements
 from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
-from hvdlite.launcher.decisions.world_changes import WorldChanges
+from hvdlite.launcher.decisions.world_changes import HostChanges, WorldChanges
 from hvdlite.launcher.decisions.worlds import NoStateError
 
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
@@ -264,7 +262,6 @@ class Driver:
             self._advance(self._now)
 
     def _advance(self, now: float) -> None:
-        """Do all that is due."""
         self._now, self._is_late, self._due_is_known = now, False, False
         self._follow_at = None
         for step in (

@@ -174,7 +174,6 @@ class HostReport:
         return f"connected by {named}" if named else "not connected"
 
     def _why(self, attempt: Attempt) -> str:
-        """Return the error, or what explains it."""
         if any(each.address == attempt.address for each in self.facts[attempt.origin].addresses):
             return f"{attempt.origin} has the same address"
         return attempt.error

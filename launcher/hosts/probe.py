@@ -74,7 +74,6 @@ def _hvdlite() -> dict[str, Any]:
 
 
 def _versions(packages: list[str]) -> dict[str, str]:
-    """Return the versions of those that are installed."""
     found = {}
     for name in packages:
         try:
