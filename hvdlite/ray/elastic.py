@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hvdlite.common.base.warn import warn_user
-from hvdlite.ray.discovery import RayHostDiscovery
+from hvdlite.ray.elastic_workers import RayHostDiscovery
 from hvdlite.ray.runner import RayExecutor, Settings
 
 __all__ = ["ElasticRayExecutor", "ElasticSettings", "RayHostDiscovery"]

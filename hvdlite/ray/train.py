@@ -51,7 +51,6 @@ class _HvdliteBackend(Backend):
             worker_group.execute_single(rank, _update_env_vars, settings | variables)
 
     def on_shutdown(self, worker_group: Any, backend_config: HvdliteConfig) -> None:
-        """Let each worker depart from the job."""
         worker_group.execute(_leave)
 
 

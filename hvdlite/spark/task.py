@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.common.meeting.meet import ServedMeeting
 from hvdlite.common.meeting.placement import order_by_host, rank_variables
-from hvdlite.common.meeting.serving import ServedMeeting
 from hvdlite.launcher.agents.call_back import call_back
 from hvdlite.launcher.agents.channel import PART_BYTES, Channel
 from hvdlite.launcher.decisions.first_failure import Failure
@@ -184,11 +184,6 @@ def read_answer(answer: Answer) -> Any:
 TURN_SECONDS = 10.0
 
 
-def task_name(partition: int, attempt: int) -> str:
-    """Return the name of an attempt of a task, which is the name of its host."""
-    return f"task-{partition}.{attempt}"
-
-
 def open_channel(connection: socket.socket, loop: EventLoop, received: Any, ended: Any) -> Channel:
     """Return a channel over a connection, which is the channel's from now on."""
     read_fd = connection.detach()
@@ -205,7 +200,7 @@ def run_elastic_task(call: Call) -> Iterator[None]:
 
     context = TaskContext.get()
     assert context is not None
-    name = task_name(context.partitionId(), context.attemptNumber())
+    name = f"task-{context.partitionId()}.{context.attemptNumber()}"  # And of its host.
     gpus = context.resources().get("gpu")
     devices = {DEVICES: ",".join(gpus.addresses) if gpus else ""}
     with contextlib.closing(_Task(call, name, devices)) as task:
@@ -238,7 +233,6 @@ class _Task:
             raise WorkerLostError(f"the worker of {self._name} is lost: it is started elsewhere")
 
     def close(self) -> None:
-        """End the worker, and the connections."""
         self._stack.close()
 
     def _received(self, kind: str, fields: list[Any]) -> None:

@@ -17,8 +17,7 @@ from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler import scheduler as schedulers
-from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.scheduler.scaling import Change
+from hvdlite.ps.scheduler.registry import Change, TableOptions
 from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Clocks, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table

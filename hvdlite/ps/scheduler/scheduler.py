@@ -20,8 +20,7 @@ from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import rebalance
 from hvdlite.ps.scheduler.barrier import Barrier, CheckpointOrder
-from hvdlite.ps.scheduler.registry import Registry, TableOptions
-from hvdlite.ps.scheduler.scaling import Change
+from hvdlite.ps.scheduler.registry import Change, Registry, TableOptions
 
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 8.0  # Several beats: servers come and go only while all members are heard of.

@@ -273,7 +273,11 @@ class Server:
         worker = self._worker_of.get(peer)
         table = self.tables.get(message.table)
         if worker is None or table is None:
-            return [self._restarted(peer, message)]
+            return [
+                Answer(
+                    peer, Message("restarted", message.request, message.table, 0, self._incarnation)
+                )
+            ]
         if message.body.get(REPLACES):  # A snapshot that was made of other values is made again.
             self._saved.pop(message.table, None)
         calls = {"offer": table.offer, "push": table.push, "pull": table.pull}
@@ -291,11 +295,6 @@ class Server:
 
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
         return [Answer(peer, Message("beat", message.request, "", 0, self._incarnation))]
-
-    def _restarted(self, peer: bytes, message: Message) -> Answer:
-        return Answer(
-            peer, Message("restarted", message.request, message.table, 0, self._incarnation)
-        )
 
     def _failed(self, peer: bytes, message: Message, why: str) -> Answer:
         body = {"why": why}

@@ -269,7 +269,10 @@ class Table:
             return [self._answer(peer, message.request, "pushed")]
         gradients = None
         if message.clock >= expected and not message.body.get(SKIP):
-            gradients = self._assembled(worker, message)
+            pieced = PIECE in message.body  # Pieces of it have gone before, which may not be here.
+            gradients = (
+                self._pieces.take(worker, message) if pieced else self._gradients_of(message)
+            )
             if gradients is None:  # The worker then starts again, and sends all of its push.
                 return [self._answer(peer, message.request, "restarted")]
         # The updates since the values with which the gradients were computed.
@@ -338,12 +341,6 @@ class Table:
         return answer._replace(message=message._replace(body={**message.body, "stale": stale}))
 
     # -- parts
-
-    def _assembled(self, worker: int, message: Message) -> list[Array] | None:
-        """Return the gradients of a push; None where pieces that have gone before are not here."""
-        if PIECE in message.body:
-            return self._pieces.take(worker, message)
-        return self._gradients_of(message)
 
     def _gradients_of(self, message: Message) -> list[Array]:
         return [block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)]

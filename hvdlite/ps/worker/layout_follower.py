@@ -89,7 +89,6 @@ class LayoutFollower:
     # -- the next layout
 
     def _move(self, layout: int) -> None:
-        """Ask where the tables are now."""
         self._moving = set(self._tables)
         self._end_move(layout)
         for name, table in self._tables.items():

@@ -48,7 +48,15 @@ class ServerLink:
 
     def _say_hello(self) -> None:
         """Say who this is, though it may have no table: a server waits to hear that."""
-        self.send(Message("hello", body={"worker": self._worker(), "tables": self._used_tables()}))
+        self.send(
+            Message(
+                "hello",
+                body={
+                    "worker": self._worker(),
+                    "tables": [each.table for each in self._shards if each.is_used],
+                },
+            )
+        )
 
     def _refuse(self, error: Exception) -> None:
         """Fail, unless it is another process that answers where the server has been."""
@@ -92,9 +100,6 @@ class ServerLink:
     def is_used(self) -> bool:
         """Whether the server keeps something of this worker's tables."""
         return bool(self._shards)
-
-    def _used_tables(self) -> list[str]:
-        return [each.table for each in self._shards if each.is_used]
 
     def ask(self, message: Message, done: Done) -> None:
         """Send a request until it is answered, also to a server that comes again."""
