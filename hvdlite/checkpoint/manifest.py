@@ -115,12 +115,10 @@ class Manifest:
 
     @property
     def names(self) -> list[str]:
-        """The names of all tensors and values."""
         return [*self.tensors, *self.values]
 
 
 def write(manifest: Manifest, folder: Path) -> None:
-    """Write layout.json into a folder."""
     tensors = {
         name: {
             "device_matrix": record.layout.device_matrix,

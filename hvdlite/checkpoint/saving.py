@@ -58,7 +58,6 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
 
 
 def file_name(rank: int, ranks: int) -> str:
-    """Return the name of the file of a rank."""
     return f"slices-{rank:05d}-of-{ranks:05d}.safetensors"
 
 

@@ -112,7 +112,6 @@ def _parse(text: bytes) -> Any:
 
 
 def _is_closed(file: BinaryIO) -> bool:
-    """Return whether the file ends with a bracket."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - TAIL_BYTES, 0))
     return file.read().rstrip().endswith(b"]")

@@ -19,7 +19,7 @@ import torch
 
 from hvdlite import as_horovod
 from hvdlite.common.api.objects import allgather_object, broadcast_object
-from hvdlite.common.gradients.error_feedback import shared_part
+from hvdlite.common.gradients.compressed_bucket import shared_part
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.subclass import OptimizerMixin

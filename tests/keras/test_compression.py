@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite.common.gradients.error_feedback import FeedbackState
+from hvdlite.common.gradients.compressed_bucket import FeedbackState
 from hvdlite.common.plain.compression import FeedbackCompressor
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.keras.framework import keras

@@ -282,4 +282,4 @@ def test_the_drop_in_has_the_names(tmp_path: Path) -> None:
         "assert ElasticRayExecutor is hvdlite.ray.ElasticRayExecutor\n"
         "print(RayHostDiscovery.__module__)\n"
     )
-    assert run("-c", code).split() == ["hvdlite.ray.discovery"]
+    assert run("-c", code).split() == ["hvdlite.ray.elastic_workers"]

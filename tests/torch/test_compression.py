@@ -10,7 +10,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.gradients.error_feedback import FeedbackState
+from hvdlite.common.gradients.compressed_bucket import FeedbackState
 from hvdlite.common.plain.compression import FeedbackCompressor, Int8, OneBit, PowerSGD, TopK
 from hvdlite.common.runtime.process_sets import global_process_set
 from tests.compressors import (

@@ -28,7 +28,6 @@ class Topology:
 
     @classmethod
     def single_host(cls, size: int) -> Topology:
-        """Return the topology of `size` ranks on one host."""
         return cls((tuple(range(size)),))
 
     @cached_property

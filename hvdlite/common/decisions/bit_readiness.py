@@ -51,7 +51,6 @@ class _Page:
         self._tally = Tally()  # The number of ready ranks of each bit, without the absent ones.
 
     def add(self, bits: int, ranks: int, absent: int) -> None:
-        """Count that `ranks` are ready for `bits`."""
         self.waiting |= bits
         source = self._sources.get(ranks)
         if source is None and not ranks & self._known:

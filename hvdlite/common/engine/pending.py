@@ -67,7 +67,7 @@ class PendingTable:
         The other ranks expect nothing more from a joined rank.
         """
         for entry in entries:
-            if _is_release(entry.request):
+            if SPECS[entry.request.collective].effect is Effect.RELEASE_SET:
                 continue
             if entry.request.process_set_id in self._joined:
                 raise ValueError(
@@ -205,10 +205,6 @@ def _fail(entries: Iterable[Entry], error: HorovodInternalError) -> None:
 
 def _is_join(request: Request) -> bool:
     return SPECS[request.collective].effect is Effect.JOIN
-
-
-def _is_release(request: Request) -> bool:
-    return SPECS[request.collective].effect is Effect.RELEASE_SET
 
 
 def _duplicate(name: str, rank: int) -> str:

@@ -11,9 +11,8 @@ import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients.buckets import ReductionConfig
-from hvdlite.common.gradients.compressed_bucket import RUNNER, Bucket, Part
+from hvdlite.common.gradients.compressed_bucket import RUNNER, Bucket, FeedbackState, Part
 from hvdlite.common.gradients.compressed_exchange import CompressedBucket
-from hvdlite.common.gradients.error_feedback import FeedbackState
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.runtime.current import for_collective, use
 from hvdlite.common.runtime.runtime import Runtime

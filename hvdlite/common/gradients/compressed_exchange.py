@@ -17,9 +17,9 @@ from hvdlite.common.gradients.compressed_bucket import (
     add,
     fail,
     is_finite,
+    matrix_shape,
     pieces,
 )
-from hvdlite.common.gradients.error_feedback import matrix_shape
 from hvdlite.common.plain.compression import Int8, OneBit, PowerSGD, TopK
 from hvdlite.common.plain.numpy_adapter import Array
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.buckets import ReductionConfig, check_groups, split_evenly
-from hvdlite.common.gradients.error_feedback import FeedbackState
+from hvdlite.common.gradients.compressed_bucket import FeedbackState
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.gradients.variables import LocalSources, Sources
 from hvdlite.common.plain.compression import FeedbackCompressor

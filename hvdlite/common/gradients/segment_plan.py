@@ -153,9 +153,10 @@ class SegmentPlan:
             # This is asked in any case, because the question makes the choice final.
             by_calls = chosen(process_set) if registered else Threshold()
             strategy = self._reduction.segmentation or by_calls
+            compresses = isinstance(self._reduction.compression, FeedbackCompressor)
             if self.as_views and strategy == Threshold():
                 strategy = VIEWED
-            elif strategy == Threshold() and self._compresses_buckets:
+            elif strategy == Threshold() and compresses and not self._grouped:
                 strategy = COMPRESSED
             if strategy != Threshold():
                 objection = self._reason_against_segments()
@@ -163,10 +164,6 @@ class SegmentPlan:
                 if objection:
                     warn_user(f"segmentation {strategy.spec} has no effect: {objection}")
             self._settled = True
-
-    @property
-    def _compresses_buckets(self) -> bool:
-        return isinstance(self._reduction.compression, FeedbackCompressor) and not self._grouped
 
     def _reason_against_segments(self) -> str:
         if self._grouped:

@@ -55,7 +55,7 @@ def exchange(held: Layout, wanted: Layout, shape: tuple[int, ...], rank: int) ->
     members = _connected(routes, rank)
     own, goal = held.box(shape, rank), wanted.box(shape, rank)
     return Exchange(
-        _lengths(goal),
+        tuple(stop - start for start, stop in goal),
         members,
         tuple(_inside(routes[each].get(rank), own) for each in members),
         tuple(_inside(routes[rank].get(each), goal) for each in members),
@@ -123,10 +123,6 @@ def _inside(box: Box | None, outer: Box) -> Box | None:
     if box is None:
         return None
     return tuple((a - first, b - first) for (a, b), (first, _) in zip(box, outer, strict=True))
-
-
-def _lengths(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
 
 
 # Partial sums: ranks whose coordinates differ only on some axes of the device matrix hold summands.

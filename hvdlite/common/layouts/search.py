@@ -175,7 +175,6 @@ class _Costs:
                     self._add_share(index, output, operator.bytes_per_element)
 
     def named(self, found: Sequence[int]) -> dict[str, Cuts]:
-        """Return the cuts by the names of operators."""
         pairs = zip(self._operators, self.choices, found, strict=True)
         return {operator.name: cuts[index] for operator, cuts, index in pairs}
 

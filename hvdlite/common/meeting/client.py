@@ -172,7 +172,7 @@ class ServerExchange:
         wait, began, me = self._wait, time.monotonic(), self._me
 
         def limits() -> Limits:
-            seconds = max(0.1, min(ATTEMPT_SECONDS, wait.deadline_seconds()))
+            seconds = max(0.1, min(ATTEMPT_SECONDS, wait.deadline - time.monotonic()))
             return Limits(seconds, seconds)
 
         def failed(failures: list[Failure]) -> None:

@@ -36,10 +36,6 @@ class StartWait:
         """Return how long to sleep until there is something to say."""
         return max(0.0, min(self.deadline, self._line_at) - time.monotonic())
 
-    def deadline_seconds(self) -> float:
-        """Return the seconds until the deadline, at least 0."""
-        return max(0.0, self.deadline - time.monotonic())
-
     def line_is_due(self) -> bool:
         """Return whether it is time for a log line; each is due once."""
         if time.monotonic() < self._line_at:

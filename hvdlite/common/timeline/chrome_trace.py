@@ -77,11 +77,6 @@ class _Track:
         self.negotiating = False  # whether the only open span is a negotiation
 
 
-def device_track(kind: str) -> str:
-    """Return the name of the track of a kind of device."""
-    return f"[device {kind}]"
-
-
 class TraceWriter:
     """The conversion of timeline records to events, in which every B event gets its E event.
 
@@ -222,7 +217,7 @@ class TraceWriter:
         end: int,
     ) -> None:
         """See `Timeline.device_span`. It is over already, so that one event says all."""
-        track = self._track(device_track(kind))
+        track = self._track(f"[device {kind}]")
         args = {"tensors": count, "names": list(names)}
         begin = max((start - self._start_ns) // 1000, 0)
         self._events.append(

@@ -86,7 +86,7 @@ class LearningRateScheduleCallback(Callback):
     def _set(self, multiplier: float) -> None:
         old = get_learning_rate(self.model, type(self).__name__)
         new = self.initial_lr * multiplier
-        set_learning_rate(self.model, new)
+        self.model.optimizer.learning_rate = new
         if self.momentum_correction and old > 0 and new != old:
             scale_velocities(self.model, new / old)
 
@@ -170,11 +170,6 @@ def _learning_rate_argument(optimizer: Any) -> Any:
     hyper = getattr(optimizer, "_hyper", {})  # The legacy optimizers of Keras 2.
     argument = hyper.get("learning_rate", getattr(optimizer, "_learning_rate", None))
     return optimizer.learning_rate if argument is None else argument
-
-
-def set_learning_rate(model: Any, rate: float) -> None:
-    """Set the learning rate of the model's optimizer, from the next step on."""
-    model.optimizer.learning_rate = rate
 
 
 def scale_velocities(model: Any, factor: float) -> None:

@@ -165,8 +165,6 @@ class OnServers:
 
 
 class _Link:
-    """The table of one optimizer, and its variables."""
-
     table: RemoteTable
 
     def __init__(self, options: TableOptions, backend: str) -> None:

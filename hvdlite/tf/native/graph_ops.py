@@ -40,8 +40,6 @@ from hvdlite.tf.native.library import Library
 
 
 class _Registered:
-    """A call in a graph."""
-
     def __init__(self, call: Call) -> None:
         self.call = call
         self.bucket = GraphBucket(call) if isinstance(call, BucketCall) else None
@@ -156,7 +154,6 @@ class _Execution(NumpyAdapter):
         return self._registered
 
     def _tell(self, error: Exception | None) -> None:
-        """Let the graph go on, or fail."""
         code, message = (0, b"") if error is None else (_code(error), str(error).encode())
         waiting = self._library.end(self._pointer, code, message)
         if waiting:

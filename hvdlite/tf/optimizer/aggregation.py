@@ -126,7 +126,6 @@ class Accumulator:
 
 
 def _read(assigned: Any) -> tf.Tensor:
-    """Return the value that was assigned."""
     return tf.convert_to_tensor(assigned)
 
 

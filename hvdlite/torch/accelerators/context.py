@@ -224,12 +224,12 @@ def _identity(device: torch.device) -> str:
     uuid = getattr(properties(device), "uuid", None) if properties is not None else None
     if uuid is not None:
         return f"{device.type} {uuid}"
-    seen = [f"{key}={value}" for key, value in sorted(os.environ.items()) if _restricts(key)]
+    seen = [
+        f"{key}={value}"
+        for key, value in sorted(os.environ.items())
+        if key.endswith(("_VISIBLE_DEVICES", "_AFFINITY_MASK"))
+    ]
     return " ".join([str(device), *seen])
-
-
-def _restricts(variable: str) -> bool:
-    return variable.endswith(("_VISIBLE_DEVICES", "_AFFINITY_MASK"))
 
 
 class HostContext(TorchContext):

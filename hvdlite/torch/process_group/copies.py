@@ -198,7 +198,6 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 def _cut(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy a flat tensor to the tensors that follow each other in it."""
     first = 0
     for part in parts:
         last = first + part.numel()

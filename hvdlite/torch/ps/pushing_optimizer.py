@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -235,13 +235,6 @@ class _Group:
 # Gradients that are sent to servers while backward computes those of the layers before.
 
 
-class Early(Protocol):
-    """What takes gradients before their push."""
-
-    def push_early(self, tensor: int, gradient: Callable[[], Array]) -> None:
-        """Take the flat gradient of a tensor, which the push may find changed."""
-
-
 class BackwardFollower:
     """Passes each gradient on when `passes` backward passes have added to it.
 
@@ -249,7 +242,7 @@ class BackwardFollower:
     `passes`, or something else changes gradients, the push itself finds it.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], table: Early, passes: int) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], table: RemoteTable, passes: int) -> None:
         self._table, self._passes = table, passes
         self._counts = [0] * len(parameters)
         for number, parameter in enumerate(parameters):

@@ -119,10 +119,6 @@ class TorchUpdater:
                 own[key] = tensor_of(array)
 
 
-def _are_numbers(values: Sequence[object]) -> bool:
-    return bool(values) and all(isinstance(each, NUMBERS) for each in values)
-
-
 def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a parameter group that are numbers, or pairs of them."""
     found: dict[str, Any] = {}
@@ -131,7 +127,11 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = value.item()
         elif isinstance(value, NUMBERS):
             found[key] = value
-        elif isinstance(value, (tuple, list)) and _are_numbers(value):
+        elif (
+            isinstance(value, (tuple, list))
+            and value
+            and all(isinstance(each, NUMBERS) for each in value)
+        ):
             found[key] = tuple(value)
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdlite.common.connections.address import Address, parse_address
 from hvdlite.common.meeting.client import Participant, ServerExchange
-from hvdlite.common.meeting.serving import HostedExchange
+from hvdlite.common.meeting.meet import HostedExchange
 
 
 def at_server(address: str | Address | Sequence[Address], *me: Any, **more: Any) -> ServerExchange:

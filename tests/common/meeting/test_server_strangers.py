@@ -21,8 +21,8 @@ from hvdlite.common.connections.frames import frame, pack
 from hvdlite.common.connections.prove import Challenge, Party, Software
 from hvdlite.common.meeting import server as server_module
 from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.meet import ServedMeeting
 from hvdlite.common.meeting.server import MeetingServer
-from hvdlite.common.meeting.serving import ServedMeeting
 from tests.common.meeting.exchanges import at_server, hosting
 from tests.common.meeting.serving import (
     LIMIT,

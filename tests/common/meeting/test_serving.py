@@ -10,7 +10,7 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address, listen
-from hvdlite.common.meeting.serving import ServedMeeting
+from hvdlite.common.meeting.meet import ServedMeeting
 from tests.common.meeting.exchanges import at_server
 from tests.ranks import run_threads
 

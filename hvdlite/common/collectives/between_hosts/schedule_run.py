@@ -160,7 +160,6 @@ class ScheduleRun:
         self._free.append(block)
 
     def _finish(self, step: int, number: int) -> None:
-        """Round the sums that are complete."""
         piece = self._pieces[number]
         for start, stop in self._rounds[step].finished:
             self._arithmetic.store(piece.result(start, stop), piece.sums(start, stop))

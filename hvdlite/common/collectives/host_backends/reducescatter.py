@@ -94,7 +94,6 @@ class HostScatter:
         )
 
     def _reduce(self, piece: int) -> None:
-        """Reduce a piece of all blocks inside the host."""
         local, rows = self._layers.local, []
         given, counts = [], []
         if self._layers.has_slice:
@@ -117,7 +116,6 @@ class HostScatter:
         return np.empty((len(self._blocks), self._length), self._arithmetic.accumulator)
 
     def _finish(self, piece: int) -> None:
-        """Give what has been summed of a piece to its owners."""
         if self._layers.has_slice:
             self._free.append(self._sums.pop(piece))
         block = self._blocks[self._layers.host]

@@ -127,8 +127,9 @@ class Recipe:
                 self._refuse_if_it_failed(cache, failed, by)
             if self.remark:
                 log.warning("compiling %s %s", self.source.name, self.remark)
+            parts = [path for path in self.parts if path.suffix == self.source.suffix]
             try:
-                body = self._compile(compiler)
+                body = compile_library(compiler, [self.source, *parts], self.flags, self.libraries)
             except CompilerError as error:
                 cache.write(failed, f"{by}\n\n{error}\n".encode(errors="backslashreplace"))
                 text = f"{by} cannot compile {self.source}: {_gist(str(error))}"
@@ -149,10 +150,6 @@ class Recipe:
             f"{by} could not compile {self.source} earlier: {_gist(said)}; see "
             f"{cache.path(failed)}; tried again {_duration(lasts)} after the failure, {advice}"
         )
-
-    def _compile(self, compiler: list[str]) -> bytes:
-        parts = [path for path in self.parts if path.suffix == self.source.suffix]
-        return compile_library(compiler, [self.source, *parts], self.flags, self.libraries)
 
 
 def say_that_python_runs(what: str, error: BuildError, *, first_of_host: bool) -> None:
