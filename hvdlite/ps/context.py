@@ -25,6 +25,7 @@ NO_COLLECTIVES = (
     "independent workers have no collectives: they may be lost, and others would wait for them. "
     "Give hvdlite-run --ps-workers mpi, or push to the servers"
 )
+PREFIX = "raw."  # The tables of users have it before their names.
 
 
 @dataclass
@@ -191,9 +192,6 @@ def barrier() -> None:
 
 
 # What a server process does in the calls that make workers: it serves, until the job has ended.
-
-
-PREFIX = "raw."  # The tables of users have it before their names.
 
 
 def serve(new_updater: Callable[[TableDescription], Updater] | None = None) -> NoReturn:

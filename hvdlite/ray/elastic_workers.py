@@ -26,6 +26,10 @@ from hvdlite.ray.fixed_workers import (
 )
 from hvdlite.ray.worker import Call, Outcome
 
+DISCOVERY_SECONDS = 1.0  # The time between two looks at the nodes.
+KILLED_CODE = 137  # Of an actor that has died: nobody tells by what.
+
+
 # The alive nodes of a Ray cluster as hosts of an elastic job, and their slots.
 
 
@@ -70,10 +74,6 @@ class RayHostDiscovery(HostDiscovery):
     def _room(self, resources: Mapping[str, float]) -> int:
         rooms = [resources.get(name, 0) // each for name, each in self._wanted.items() if each]
         return int(min(rooms, default=0))
-
-
-DISCOVERY_SECONDS = 1.0  # The time between two looks at the nodes.
-KILLED_CODE = 137  # Of an actor that has died: nobody tells by what.
 
 
 @dataclass

@@ -35,6 +35,7 @@ from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.spark.output import CONNECT_SECONDS, RankOutput
 
 DEVICES = "HVDLITE_SPARK_DEVICES"
+TURN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -174,14 +175,15 @@ def read_answer(answer: Answer) -> Any:
 # The task is connected with the driver, which tells it when to start its worker. When the worker
 # has failed, the task fails, and Spark tries it again: that is another host.
 #
-# | driver -> task | | |---|---| | start number start_rank variables | Start worker `number`. | |
-# end goes_on | End the worker, and then the task; `goes_on`: the task is to be tried again. |
+#   | driver -> task | |
+#   |---|---|
+#   | start number start_rank variables | Start worker `number`. |
+#   | end goes_on | End the worker, and then the task; `goes_on`: the task is to be tried again. |
 #
-# | task -> driver | | |---|---| | part number data | A part of the worker's answer. | | exit number
-# code by_signal | The worker has ended with this code, as a shell has it. |
-
-
-TURN_SECONDS = 10.0
+#   | task -> driver | |
+#   |---|---|
+#   | part number data | A part of the worker's answer. |
+#   | exit number code by_signal | The worker has ended with this code, as a shell has it. |
 
 
 def open_channel(connection: socket.socket, loop: EventLoop, received: Any, ended: Any) -> Channel:

@@ -23,6 +23,7 @@ from hvdlite.launcher.processes.signals import die_with_parent
 
 READ_BYTES = 1 << 16
 DRAIN_BYTES = 1 << 20  # At most so much is read after the end of a rank: its children may go on.
+MEETING = {False: "HVDLITE_RENDEZVOUS", True: "HVDLITE_ELASTIC_DRIVER"}
 
 
 class RankStart(NamedTuple):
@@ -145,9 +146,6 @@ def _spawn(start: RankStart, targets: Sequence[Any]) -> subprocess.Popen[bytes]:
 
 
 # The environment of the ranks of one host, as its agent completes it there.
-
-
-MEETING = {False: "HVDLITE_RENDEZVOUS", True: "HVDLITE_ELASTIC_DRIVER"}
 
 
 class RankVariables:

@@ -35,6 +35,7 @@ from hvdlite.launcher.processes.leading_process import LeadingProcess
 
 # How srun tells, before all agents are there, that one will not come.
 GONE = re.compile(r"error: (\S+): (tasks? [\d,-]+: (?:Exited|Killed|Terminated|Out Of Memory).*)")
+SIBLINGS = Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,6 @@ class GroupAgents(AgentStarter):
 
 
 # The programs that start an agent on each host of an allocation: srun and jsrun.
-
-
-SIBLINGS = Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
 
 
 def make_group(

@@ -23,6 +23,12 @@ BYE_SECONDS = 30.0
 EXCEPTION_CODE = 1  # Of a process of Python that an exception ends.
 LOSS_ERROR = "HorovodInternalError"  # What a rank raises when it has lost another one.
 STALLED = "it was late for a tensor for longer than HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
+NO_PREVIOUS_HOSTS = "No hosts from previous set remaining"
+NOT_ELASTIC_SCRIPT = (
+    "The others ended by this loss, as the script does not go on after one. Remedy: put its "
+    "training loop into a function with @hvd.elastic.run (docs/elastic.md); without it, --min-np "
+    "has no use"
+)
 
 
 class Losses:
@@ -231,13 +237,6 @@ def _raised(cause: str, code: int) -> str:
 
 
 # How a job ends that has no rank any more.
-
-NO_PREVIOUS_HOSTS = "No hosts from previous set remaining"
-NOT_ELASTIC_SCRIPT = (
-    "The others ended by this loss, as the script does not go on after one. Remedy: put its "
-    "training loop into a function with @hvd.elastic.run (docs/elastic.md); without it, --min-np "
-    "has no use"
-)
 
 
 class JobEnd:

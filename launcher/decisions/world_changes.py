@@ -18,6 +18,9 @@ from hvdlite.launcher.decisions.worlds import (
     make_world,
 )
 
+# How long newcomers that are ready wait for others that have been started.
+GATHER_SECONDS = 1.0
+
 
 class ExchangeRounds:
     """The rounds in which members of a world meet: collects one body of every member for each."""
@@ -243,9 +246,6 @@ class WorldChanges:
 
 
 # What ranks are told when hosts come and go, and when this leads to another world.
-
-# How long newcomers that are ready wait for others that have been started.
-GATHER_SECONDS = 1.0
 
 
 class HostChanges:

@@ -23,6 +23,11 @@ from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.leading_process import READ_BYTES, LeadingProcess
 
 SCRIPT_SECONDS = 60.0  # A script that takes longer is killed.
+EVERY_SECONDS = 1.0  # From the start of a run to that of the next one.
+LONGEST_SECONDS = 10.0  # A run that takes longer is killed.
+MOST_BYTES = 1 << 20  # Of the output that is kept.
+Found = Callable[[dict[str, int]], None]
+Failed = Callable[[str], None]
 
 
 class HostDiscovery(ABC):
@@ -156,14 +161,6 @@ class HostManager:
 
 
 # Runs the discovery script of an elastic job, in the background and again and again.
-
-
-EVERY_SECONDS = 1.0  # From the start of a run to that of the next one.
-LONGEST_SECONDS = 10.0  # A run that takes longer is killed.
-MOST_BYTES = 1 << 20  # Of the output that is kept.
-
-Found = Callable[[dict[str, int]], None]
-Failed = Callable[[str], None]
 
 
 class DiscoveryScript:

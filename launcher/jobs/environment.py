@@ -22,6 +22,7 @@ from hvdlite.launcher.platforms.allocation import is_task
 FAULT_HANDLER = "PYTHONFAULTHANDLER"
 # What Open MPI leaves out by itself, the overlay of pods, and bridges.
 NOT_BETWEEN_HOSTS = ("127.0.0.1/8", "sppp", "flannel.1", *USUAL_BRIDGES)
+LOOPBACK = "127.0.0.1"
 
 
 def rank_environment(
@@ -145,9 +146,6 @@ def is_root() -> bool:
 
 
 # --torchrun-env: variables by which torch.distributed finds the ranks, as torchrun sets them.
-
-
-LOOPBACK = "127.0.0.1"
 
 
 @contextmanager

@@ -32,6 +32,9 @@ VARIABLES = (
 )
 PAUSE_SECONDS = 0.5
 MOST_NAMED = 6
+VARIABLES_BEGIN = "PET_"
+NODES, NODE_RANK, PER_NODE = "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"
+ADDRESS, PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,6 @@ def listed(names: Sequence[str]) -> str:
 # Trainer gives each pod of a runtime with a torch policy the variables that torchrun reads. Without
 # PyTorch, ``hvdlite-run python train.py`` in each pod reads them instead. This module only looks at
 # variables.
-
-VARIABLES_BEGIN = "PET_"
-NODES, NODE_RANK, PER_NODE = "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"
-ADDRESS, PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,12 @@ from hvdlite.common.runtime.process_sets import ProcessSet
 # Residuals are what this rank has not sent yet, and added to its next gradient. Factors, the warm
 # start of powersgd, and the numbers of steps are the same on all ranks.
 
+Exchange = Generator[Operation[Array], list[Array], None]
+RUNNER: EngineRunner[Array] = EngineRunner(NumpyAdapter())
+# Long arrays are worked on so many elements at a time, which stay in the cache of a core.
+CHUNK_ELEMENTS = 1 << 16
+
+
 # [Note: residuals and changing ranks]
 #
 # The sum over all ranks of what was sent and what is left is the sum of all gradients. That is why
@@ -152,12 +158,6 @@ def matrix_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
         return None
     rows, columns = shape[0], math.prod(shape[1:])
     return (rows, columns) if 2 * rank * (rows + columns) <= rows * columns else None
-
-
-Exchange = Generator[Operation[Array], list[Array], None]
-RUNNER: EngineRunner[Array] = EngineRunner(NumpyAdapter())
-# Long arrays are worked on so many elements at a time, which stay in the cache of a core.
-CHUNK_ELEMENTS = 1 << 16
 
 
 class Part(NamedTuple):

@@ -23,6 +23,10 @@ from hvdlite.common.gradients.compressed_bucket import (
 from hvdlite.common.plain.compression import Int8, OneBit, PowerSGD, TopK
 from hvdlite.common.plain.numpy_adapter import Array
 
+# Tensors of fewer elements are searched as a whole.
+_FEW = 1 << 14
+_SAMPLE_STRIDE = 61
+
 
 class CompressedBucket:
     """A bucket in flight."""
@@ -94,11 +98,6 @@ def _whole(bucket: Bucket) -> Exchange:
 
 
 # topk: the largest elements of each tensor are gathered from all ranks, with their places.
-
-
-# Tensors of fewer elements are searched as a whole.
-_FEW = 1 << 14
-_SAMPLE_STRIDE = 61
 
 
 def topk(bucket: Bucket, compressor: TopK) -> Exchange:

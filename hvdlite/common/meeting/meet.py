@@ -37,6 +37,11 @@ from hvdlite.common.meeting.wire import JOB_BYTES, job_digest
 # bound from the start, for as many meetings as the ranks hold.
 
 GOODBYE_SECONDS = 2.0  # The longest wait of `close` for ranks that read the last answer.
+# How long the end of a program that has the port may take, such as an earlier start of this job.
+PORT_SECONDS = 3.0
+POLL_SECONDS = 0.05
+# What says where rank 0 listens, by the source of the launch; other sources are named themselves.
+SAID_BY = {OWN: RENDEZVOUS, MASTER: "MASTER_ADDR"}
 
 
 class ServedMeeting:
@@ -145,13 +150,6 @@ class HostedExchange:
         self._server.leave(self._own)
         self._server.close(GOODBYE_SECONDS)
         self._loop.close()
-
-
-# How long the end of a program that has the port may take, such as an earlier start of this job.
-PORT_SECONDS = 3.0
-POLL_SECONDS = 0.05
-# What says where rank 0 listens, by the source of the launch; other sources are named themselves.
-SAID_BY = {OWN: RENDEZVOUS, MASTER: "MASTER_ADDR"}
 
 
 def meet(launch: Launch, members: Sequence[int] | None, secret: bytes, deadline: float) -> Exchange:

@@ -37,6 +37,7 @@ from hvdlite.common.transport.inprocess import solo
 
 AUTO, TCP, MPI = "auto", "tcp", "mpi"
 REMEDY = "start it with hvdlite-run --launcher mpirun, or with mpirun"
+SECRET = "HVDLITE_SECRET"
 
 
 class Wish(NamedTuple):
@@ -94,9 +95,6 @@ def choose_transport(wishes: Sequence[Wish]) -> str:
     if first.transport != AUTO:
         return first.transport
     return MPI if first.collectives or all(wish.fabric for wish in wishes) else TCP
-
-
-SECRET = "HVDLITE_SECRET"
 
 
 class Connected(NamedTuple):

@@ -21,6 +21,15 @@ from hvdlite.common.segmentation.strategies import nearest_indices
 MOST_CUT_POINTS = 2000  # candidates for the end of a segment, evenly spread among the gradients
 LATENESS = (0.5, 0.75, 0.9)  # the quantiles of ready times for which `robust_cuts` searches
 WORTH_A_SEGMENT = 0.01  # the share of the tail that one more segment has to save
+TURN_ITERATIONS = 3  # measured iterations of a candidate in one turn
+PASSES = 3  # turns of each candidate
+MOST_PASSES = 6  # turns of candidates that the noise does not let tell apart
+LOST = 1.5  # a candidate with this multiple of the best tail drops out, unless that may be noise
+EQUAL = 0.01  # tails that differ by less than this share are equal
+# Two constants of the normal distribution: its standard deviation is 1.4826 median absolute
+# deviations (Hampel 1974), and its median has 1.2533, sqrt(pi / 2), standard errors of its mean.
+DEVIATION = 1.4826
+MEDIAN_ERROR = 1.2533
 
 
 class Proposal(NamedTuple):
@@ -127,17 +136,6 @@ def _proposal(
 # Trials: measure several segmentations in alternating turns, and rank them by their tails.
 #
 # This module never sends, sleeps or reads a clock.
-
-
-TURN_ITERATIONS = 3  # measured iterations of a candidate in one turn
-PASSES = 3  # turns of each candidate
-MOST_PASSES = 6  # turns of candidates that the noise does not let tell apart
-LOST = 1.5  # a candidate with this multiple of the best tail drops out, unless that may be noise
-EQUAL = 0.01  # tails that differ by less than this share are equal
-# Two constants of the normal distribution: its standard deviation is 1.4826 median absolute
-# deviations (Hampel 1974), and its median has 1.2533, sqrt(pi / 2), standard errors of its mean.
-DEVIATION = 1.4826
-MEDIAN_ERROR = 1.2533
 
 
 class Trials:

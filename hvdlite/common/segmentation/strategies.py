@@ -19,6 +19,7 @@ MIB = 1 << 20
 JOB_THRESHOLD_BYTES = 128 * MIB  # the default of the job's threshold
 MOST_SEGMENTS = 8  # the most segments of a split by percentages or indices, as in HCCL
 HCCL_DEFAULT = (96.54, 3.46)  # HCCL splits so, in percent of the bytes, when nothing is set
+MOST_DIGITS = 9  # after the point; the sum has to be 100 within 1e-6
 
 
 class Gradient(NamedTuple):
@@ -254,9 +255,6 @@ def _check_count(spec: str, segments: int, gradients: Sequence[Gradient]) -> Non
 
 
 # The last indices of segments: their validation, and the user's call that yields them.
-
-
-MOST_DIGITS = 9  # after the point; the sum has to be 100 within 1e-6
 
 
 def check_last_indices(last_indices: Sequence[int], gradients: Sequence[Gradient]) -> None:

@@ -35,6 +35,8 @@ from hvdlite.ps.connections.shared_memory import (
 
 
 NOTE = "memory"  # The word in the body of a message that says where its payloads lie.
+MAGIC = b"hvdlips3"
+SWAP_SECONDS = 60.0  # The other end may be busy.
 
 
 class Sharing:
@@ -111,10 +113,6 @@ class Sharing:
             if not self._held[number]:
                 del self._held[number]
         return list(self._held)
-
-
-MAGIC = b"hvdlips3"
-SWAP_SECONDS = 60.0  # The other end may be busy.
 
 
 def new_name() -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 from hvdlite.ps.connections.messages import Answer
 
+SAVE, LOAD = "save", "load"
+
 
 class Barrier:
     """`waiting` has the answers that workers wait for, which say how many barriers they met."""
@@ -54,9 +56,6 @@ class Barrier:
 # second load of the job. A worker that comes when others have made steps loads nothing any more.
 #
 # This module never sends, sleeps or reads a clock.
-
-
-SAVE, LOAD = "save", "load"
 
 
 @dataclass

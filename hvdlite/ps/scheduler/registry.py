@@ -187,15 +187,16 @@ def _rows_of(specs: Sequence[TensorSpec]) -> list[list[Any]]:
 # has all tables of which it is to have something: a worker that comes again has declared those in
 # which it took part, and a server that comes again has begun its own. Then
 #
-# 1. all workers hold their pushes back, and say which step of each table each would push next; 2.
-# all servers say which steps they have. Some may have a step more than others, and than a worker
-# that was lost meanwhile and is to make it again; 3. the border of a worker is the highest of its
-# steps, and in sync that of all workers. Who is behind goes on up to its border. So all servers
-# have the same pushes, each of them once. In ssp nobody waits on the way there: it makes steps
-# again that some servers have, whose pulls they had answered before, and no clock goes back; 4.
-# every server that stands at the border sends what others keep in the next layout to them. Those
-# write it down, and say that they are ready; 5. when all are ready, the next layout counts, as soon
-# as the scheduler has written that down.
+# 1. all workers hold their pushes back, and say which step of each table each would push next;
+# 2. all servers say which steps they have. Some may have a step more than others, and than a worker
+#    that was lost meanwhile and is to make it again;
+# 3. the border of a worker is the highest of its steps, and in sync that of all workers. Who is
+#    behind goes on up to its border. So all servers have the same pushes, each of them once. In ssp
+#    nobody waits on the way there: it makes steps again that some servers have, whose pulls they
+#    had answered before, and no clock goes back;
+# 4. every server that stands at the border sends what others keep in the next layout to them. Those
+#    write it down, and say that they are ready;
+# 5. when all are ready, the next layout counts, as soon as the scheduler has written that down.
 #
 # The old tables stay as they are until then, and whoever is lost, comes, leaves or is silent gives
 # the change up: all go on in the present layout. A loss after that is the return of any member.

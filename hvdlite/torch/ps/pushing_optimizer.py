@@ -25,6 +25,8 @@ from hvdlite.torch.ps.parameters import ReducedParameters, specs_of
 from hvdlite.torch.ps.updater import numbers_of
 
 TABLE = "optimizer"
+SMALL_BYTES = 1 << 14  # So small gradients are copied faster than arrays of them are made.
+FEW = 8
 
 
 class PushingMixin(torch.optim.Optimizer):
@@ -164,10 +166,6 @@ class PushingMixin(torch.optim.Optimizer):
 
 
 # The gradients of parameters as flat arrays; many small ones cost little more than one.
-
-
-SMALL_BYTES = 1 << 14  # So small gradients are copied faster than arrays of them are made.
-FEW = 8
 
 
 class Gradients:

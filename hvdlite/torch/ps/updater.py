@@ -20,6 +20,9 @@ from hvdlite.torch.ps.arrays import array_of, tensor_of
 from hvdlite.torch.sharded_state.elementwise import step_over
 
 NUMBERS = (bool, int, float)
+State = dict[str, Any]
+_COMMON, _SLOT = "common.", "slot."
+_VECTORS = 128  # A multiple of the elements that PyTorch treats at once, on all processors.
 
 
 class TorchUpdater:
@@ -141,11 +144,6 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
 # Rows that nobody has pushed do not change, nor does the state of the optimizer that belongs to
 # them, as with torch.optim.SparseAdam: their momentum waits. What is one for all rows, such as the
 # count of steps, moves on with each step of the table.
-
-
-State = dict[str, Any]
-_COMMON, _SLOT = "common.", "slot."
-_VECTORS = 128  # A multiple of the elements that PyTorch treats at once, on all processors.
 
 
 class TorchRows(AddedRows):
