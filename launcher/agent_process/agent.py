@@ -239,8 +239,8 @@ class Agent:
             return
         self._meeting = meeting = HostMeeting(job, self.folder, self.loop, self.channel)
         self._handlers |= {
-            "deliver": meeting.deliver, "missing": meeting.note_missing, "fail": meeting.fail,
-            "finished": meeting.finish,
+            "deliver": meeting.deliver, "missing": meeting.note_missing,
+            "fail": meeting.rounds.fail, "finished": meeting.rounds.finish,
         }  # fmt: skip
 
     def _part(self, name: str, data: bytes) -> None:

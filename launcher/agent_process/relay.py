@@ -110,10 +110,11 @@ class HostMeeting:
             loop, listen(Address(path=folder.socket)), job["ranks"], job["size"],
             job["secret"].encode(), None if alone else gathered, withdrawn=withdrawn,
         )  # fmt: skip
+        self.rounds = self._server.rounds  # Takes what the launcher says of other hosts.
 
     def tell_who_came(self) -> None:
         """Tell the launcher who waits here for other ranks of this host; called now and then."""
-        came = {} if self._alone else self._server.incomplete()
+        came = {} if self._alone else self.rounds.incomplete()
         for key in {**self._told, **came}:
             ranks = came.get(key, [])
             if ranks != self._told.get(key):
@@ -122,16 +123,8 @@ class HostMeeting:
 
     def deliver(self, members: Sequence[int], number: int, bodies: bytearray) -> None:
         """Give the ranks here the bodies of all, which were squeezed."""
-        self._server.deliver(Key(tuple(members), number), msgpack.unpackb(unsqueeze(bodies)))
+        self.rounds.deliver(Key(tuple(members), number), msgpack.unpackb(unsqueeze(bodies)))
 
     def note_missing(self, members: Sequence[int], ranks: list[int]) -> None:
         """Let the ranks that wait here know who has not come on other hosts."""
-        self._server.note_missing(tuple(members), ranks)
-
-    def finish(self, ranks: Sequence[int]) -> None:
-        """Let every rank raise that waits for a rank whose process has ended with exit code 0."""
-        self._server.finish(ranks)
-
-    def fail(self, text: str, rank: int) -> None:
-        """Let every rank that waits raise `text`, which blames `rank`."""
-        self._server.fail(text, rank)
+        self.rounds.missing_elsewhere[tuple(members)] = ranks

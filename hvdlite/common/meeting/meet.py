@@ -114,11 +114,11 @@ class HostedExchange:
         self._server = MeetingServer(
             self._loop, listener, range(me.size), me.size, me.secret, job=me.job
         )
-        self._server.join(self._own)
+        self._server.rounds.present(self._own)
 
     def allgather(self, body: bytes) -> list[bytes]:
         wire.check_body(body)
-        self._server.give(self._own, bytes(body))
+        self._server.rounds.give(self._own, bytes(body))
         while not self._own.inbox:
             self._loop.run_once(self._wait.seconds())
             if not self._own.inbox and (self._wait.over or self._wait.line_is_due()):
@@ -142,12 +142,12 @@ class HostedExchange:
         if not wait.over:
             wait.log(who)
             return
-        server.give_up(f"rank {self._own.rank} has given up to wait in init(): {who}")
+        server.rounds.give_up(f"rank {self._own.rank} has given up to wait in init(): {who}")
         self._own.inbox.clear()
         raise wait.error(who)
 
     def close(self) -> None:
-        self._server.leave(self._own)
+        self._server.rounds.leave(self._own)
         self._server.close(GOODBYE_SECONDS)
         self._loop.close()
 

@@ -102,7 +102,10 @@ class Rounds:
                 self._gathered(key, dict(bodies))
 
     def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:
-        """Answer a round with the bodies of all its ranks, in rank order."""
+        """Answer the round `key` with the bodies of its ranks in rank order; no-op if nobody waits.
+
+        Without members in `key`, these are all ranks of the job.
+        """
         head = pack([BODIES, key.number, list(bodies)])
         if key.number == 0:
             self._met.update(key.members or range(self.size))
@@ -130,7 +133,10 @@ class Rounds:
                 self._fail_round(key, guest.rank)
 
     def finish(self, ranks: Collection[int]) -> None:
-        """Note that the processes of `ranks` have ended with exit code 0; end what needs them."""
+        """Note that the processes of `ranks` have ended with exit code 0, here or elsewhere.
+
+        Ranks that wait for one of them, or will, raise `HorovodInternalError`.
+        """
         self._finished.update(ranks)
         for key in list(self._bodies):
             self._fail_without_finished(key)
@@ -150,7 +156,10 @@ class Rounds:
         self._end(list(self._bodies) if keys is None else keys, pack([FAIL, text, rank]))
 
     def give_up(self, text: str) -> None:
-        """End all rounds because the server ends: ranks in round 0 may meet at another server."""
+        """End all rounds before the server ends: ranks that nobody has answered may meet elsewhere.
+
+        The others raise `HorovodInternalError` with `text`.
+        """
         self._end([key for key in self._bodies if key.number == 0], pack([GIVE_UP, text]))
         self.fail(text)
 

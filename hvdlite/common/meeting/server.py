@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
@@ -47,10 +47,11 @@ class _LinkedRank:
 class MeetingServer:
     """The server of `ranks`, which are all of a job of `size` ranks, or those of one host.
 
-    When all of `ranks` have given their body to a round, ``gathered(key, {rank: body})`` is called,
-    and `deliver` answers the round with the bodies of all ranks of the job; without `gathered`, the
-    server has all ranks and answers by itself. Where a rank leaves after that and before the
-    answer, ``withdrawn(key)`` is called: its host gathers the round anew.
+    Its `rounds` take what ranks of this process, and other hosts, say. When all of `ranks` have
+    given their body to a round, ``gathered(key, {rank: body})`` is called, and `Rounds.deliver`
+    answers the round with the bodies of all ranks of the job; without `gathered`, the server has
+    all ranks and answers by itself. Where a rank leaves after that and before the answer,
+    ``withdrawn(key)`` is called: its host gathers the round anew.
 
     `job` tells jobs and their restarts apart that have the same address and secret, one after the
     other; it has `wire.JOB_BYTES` bytes. The server is driven by `loop`, and closes `listener`.
@@ -71,7 +72,7 @@ class MeetingServer:
         if gathered is None and sorted(ranks) != list(range(size)):
             raise ValueError("a server of some of the ranks needs `gathered`")
         self._loop, self._job = loop, job
-        self._rounds = Rounds(ranks, size, gathered, withdrawn)
+        self.rounds = Rounds(ranks, size, gathered, withdrawn)
         # Refusals, the latest last, for those who wait for the rank that was refused.
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._linked: dict[_LinkedRank, None] = {}
@@ -84,66 +85,18 @@ class MeetingServer:
 
     # -- for whoever runs the loop
 
-    def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:
-        """Answer the round `key` with the bodies of its ranks in rank order; no-op if nobody waits.
-
-        Without members in `key`, these are all ranks of the job.
-        """
-        self._rounds.deliver(key, bodies)
-
-    def missing(self, key: Key | None = None) -> list[int]:
-        """Return the ranks that `key` waits for; without a key, those that never came here."""
-        return self._rounds.missing(key)
-
-    def incomplete(self) -> dict[Key, list[int]]:
-        """Return who waits in the rounds that were not passed to `gathered` yet."""
-        return self._rounds.incomplete()
-
-    def note_missing(self, members: tuple[int, ...], ranks: Sequence[int]) -> None:
-        """Note which ranks of other hosts a meeting waits for, so that messages can name them."""
-        self._rounds.missing_elsewhere[members] = list(ranks)
-
     def notes(self) -> list[str]:
         """Return sentences about the last connections that were refused."""
         return list(self._notes)
 
-    def fail(self, text: str, rank: int | None = None) -> None:
-        """Make every waiting rank raise `HorovodInternalError` with `text`; `rank` is at fault."""
-        self._rounds.fail(text, rank)
-
-    def finish(self, ranks: Collection[int]) -> None:
-        """Note that the processes of `ranks` have ended with exit code 0, here or elsewhere.
-
-        Ranks that wait for one of them, or will, raise `HorovodInternalError`.
-        """
-        self._rounds.finish(ranks)
-
-    def give_up(self, text: str) -> None:
-        """End all meetings before `close`: ranks that nobody has answered yet may meet elsewhere.
-
-        The others raise `HorovodInternalError` with `text`.
-        """
-        self._rounds.give_up(text)
-
-    def join(self, guest: Guest) -> None:
-        """Let a rank of this process take part, without a connection."""
-        self._rounds.present(guest)
-
-    def give(self, guest: Guest, body: bytes) -> None:
-        """Take the body of a guest for its next round."""
-        self._rounds.give(guest, body)
-
     def presence(self, guest: Guest) -> Presence:
         """Return who has come to the round that `guest` waits in, and who has not."""
         key = Key(guest.members, max(0, guest.given - 1))
-        rounds = self._rounds
+        rounds = self.rounds
         return Presence(
             rounds.missing(key), rounds.waiting(key), rounds.left(key), self.notes(),
             rounds.came_elsewhere(key),
         )  # fmt: skip
-
-    def leave(self, guest: Guest) -> None:
-        self._rounds.leave(guest)
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stop to listen; close all connections when their ranks have left, or after a time.
@@ -153,7 +106,7 @@ class MeetingServer:
         self._listener.close()
         end = self._loop.now() + drain_seconds
         while (left := end - self._loop.now()) > 0:
-            if not any(isinstance(guest, _LinkedRank) for guest in self._rounds.guests.values()):
+            if not any(isinstance(guest, _LinkedRank) for guest in self.rounds.guests.values()):
                 break
             self._loop.run_once(left)
         for guest in self._linked:
@@ -170,7 +123,7 @@ class MeetingServer:
 
     def _judge(self, proven: Claim) -> Refusal | None:
         """Return why the rank with this claim may not take part. Raises `ProtocolError`."""
-        claim, rounds = wire.read_claim(proven.body), self._rounds
+        claim, rounds = wire.read_claim(proven.body), self.rounds
         code, sentence = wire.REFUSED, ""
         if claim.job != self._job:
             code, sentence = wire.OTHER_JOB, "is of another job, or of another start of this one"
@@ -188,13 +141,13 @@ class MeetingServer:
     def _accept(self, claim: Claim, connection: socket.socket) -> None:
         guest = _LinkedRank(wire.read_claim(claim.body).rank, peer_name(connection))
         self._linked[guest] = None
-        self._rounds.note_same_version(guest.rank)
+        self.rounds.note_same_version(guest.rank)
 
         def ended(reason: str) -> None:
             del self._linked[guest]
             if guest.link.at_fault:
                 self._note(f"a connection from {guest.peer} was closed: {reason}")
-            self._rounds.leave(guest)
+            self.rounds.leave(guest)
 
         guest.link = Link(
             self._loop, connection, received=lambda message, arrays: self._obey(guest, message),
@@ -204,7 +157,7 @@ class MeetingServer:
     def _note_refusal(self, code: int, sentence: str, claim: Claim | None) -> None:
         if code == prove.OTHER_PROTOCOL and claim is not None:
             # The body of a claim keeps its form whatever the protocol is.
-            found, rounds = wire.read_claim(claim.body), self._rounds
+            found, rounds = wire.read_claim(claim.body), self.rounds
             if (found.job, found.size) != (
                 self._job,
                 rounds.size,
@@ -223,22 +176,22 @@ class MeetingServer:
     def _obey(self, guest: _LinkedRank, message: list[Any]) -> None:
         match message:
             case [wire.JOIN, [*members]] if self._is_part(members, guest.rank):
-                if guest.given or guest.rank in self._rounds.guests:
+                if guest.given or guest.rank in self.rounds.guests:
                     raise ProtocolError(f"rank {guest.rank} joins twice")
                 guest.members = tuple(members)
-                self._rounds.present(guest)
+                self.rounds.present(guest)
             case [wire.GATHER, int(number), bytes(body)] if number == guest.given:
-                if self._rounds.guests.get(guest.rank) is not guest:
+                if self.rounds.guests.get(guest.rank) is not guest:
                     raise ProtocolError(f"rank {guest.rank} has not joined")
-                self._rounds.give(guest, body)
+                self.rounds.give(guest, body)
             case [wire.WHO]:
                 guest.link.send(wire.PRESENCE, *self.presence(guest))
             case [wire.LEAVE]:
-                self._rounds.leave(guest)
+                self.rounds.leave(guest)
             case _:
                 raise ProtocolError(f"rank {guest.rank} sent {str(message)[:80]}")
 
     def _is_part(self, members: list[Any], rank: int) -> bool:
         """Return whether `members` are ranks of the job, in any order, and `rank` is one."""
-        known = all(isinstance(each, int) and 0 <= each < self._rounds.size for each in members)
+        known = all(isinstance(each, int) and 0 <= each < self.rounds.size for each in members)
         return not members or (known and rank in members and len(set(members)) == len(members))

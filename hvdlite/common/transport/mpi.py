@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
@@ -115,6 +114,8 @@ class MpiTransport:
         self._negotiate: Callable[[], None] = do_nothing
         self._control, self._data = control, data
         self._mesh = mesh
+        self.wake, self.signal, self.gone = mesh.wake, mesh.signal, mesh.gone
+        self.shared, self.short_call_memory = mesh.shared, mesh.short_call_memory
         local = set(topology.peers(self.rank))
         self._remote = {rank for rank in range(topology.size) if rank not in local}
         self._failures = RemoteFailures(MPI, control)
@@ -135,9 +136,6 @@ class MpiTransport:
             self._messages.send(rank, body)
         else:
             self._mesh.send(rank, body)
-
-    def wake(self, within: float = 0.0) -> None:
-        self._mesh.wake(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         if timeout == 0:
@@ -262,15 +260,6 @@ class MpiTransport:
 
     # -- shared memory
 
-    def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
-        return self._mesh.short_call_memory(rank)
-
-    def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
-        return self._mesh.shared(rank, nbytes)
-
-    def signal(self, ranks: Sequence[int]) -> None:
-        self._mesh.signal(ranks)
-
     def await_signal(self, rank: int) -> None:
         if self._keep_moving():
             self._mesh.await_signal(rank, self._negotiate_and_move(), POLL_RESOLUTION)
@@ -293,9 +282,6 @@ class MpiTransport:
                 self._negotiate()
 
         return negotiate_and_move
-
-    def gone(self, rank: int) -> bool:
-        return self._mesh.gone(rank)
 
     # -- closing
 

@@ -134,7 +134,7 @@ def test_the_servers_of_two_hosts_gather_for_whoever_merges_them() -> None:
     def deliver(key: Key, answer: list[bytes]) -> None:
         for driver in drivers:
             with driver.lock:
-                driver.server.deliver(key, answer)
+                driver.server.rounds.deliver(key, answer)
 
     with (
         serving(4, ranks=(0, 1), gathered=gathered) as (first, a),
@@ -154,7 +154,7 @@ def test_of_several_hosts_those_are_named_that_are_known_here(told: bool) -> Non
     with serving(5, ranks=(0, 1), gathered=lambda *_: None) as (address, driver):
         if told:
             with driver.lock:
-                driver.server.note_missing((), [1, 3])
+                driver.server.rounds.missing_elsewhere[()] = [1, 3]
         with pytest.raises(HorovodInternalError) as raised:
             meet(at_server(address, 0, 5, SECRET, soon(0.3)))
     known = "1, 3 (seen: 0, 2, 4)" if told else "1 (seen on this host: 0)"

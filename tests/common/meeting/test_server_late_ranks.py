@@ -238,7 +238,7 @@ def test_the_first_that_left_is_blamed_also_when_others_have_left_since() -> Non
         for leaving in (2, 0):
             if rank == leaving:
                 exchange.close()
-            while driver.server._rounds.guests.get(leaving) is not None:
+            while driver.server.rounds.guests.get(leaving) is not None:
                 time.sleep(0.001)
             left.wait(LIMIT)
         if rank == 1:
@@ -281,11 +281,11 @@ def test_the_server_makes_all_that_wait_fail() -> None:
     with serving(3) as (address, driver):
 
         def fail() -> None:
-            while driver.server._rounds.waiting(Key((), 0)) != [0, 1]:
+            while driver.server.rounds.waiting(Key((), 0)) != [0, 1]:
                 time.sleep(0.001)
             with driver.lock:
-                assert driver.server.missing() == [2]
-                driver.server.fail("node2 is lost")
+                assert driver.server.rounds.missing() == [2]
+                driver.server.rounds.fail("node2 is lost")
 
         teller = threading.Thread(target=fail)
         teller.start()
@@ -310,10 +310,10 @@ def test_who_needs_a_rank_that_has_finished_is_told_at_once(first: str, here: bo
     def rank_main(rank: int) -> None:
         if rank == 2:
             wanted = [0] if first == "rank 0 waits" else []
-            while driver.server._rounds.waiting(Key((), 0)) != wanted:
+            while driver.server.rounds.waiting(Key((), 0)) != wanted:
                 time.sleep(0.001)
             with driver.lock:
-                driver.server.finish([2])
+                driver.server.rounds.finish([2])
             told.set()
             return
         if rank != 0 or first != "rank 0 waits":
@@ -336,7 +336,7 @@ def test_who_has_finished_after_a_meeting_came_before_the_next_one() -> None:
         meet(at_server(address, rank, 2, SECRET, soon()))
         if rank:
             with driver.lock:
-                driver.server.finish([1])
+                driver.server.rounds.finish([1])
             return
         exchange = at_server(address, rank, 2, SECRET, soon())
         with pytest.raises(HorovodInternalError, match=r"rank 1 ended .* before this init"):

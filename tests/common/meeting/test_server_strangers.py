@@ -226,7 +226,7 @@ def test_a_proof_that_was_overheard_does_not_serve_again() -> None:
             overheard = prove.prove_claim(SECRET, challenge_of(connection), claim)
         answer = stranger(address, overheard)
         assert answer[prove.CHALLENGE.size] == prove.OTHER_SECRET
-        assert driver.server.missing() == [0, 1]
+        assert driver.server.rounds.missing() == [0, 1]
 
 
 def test_a_false_server_is_not_believed() -> None:

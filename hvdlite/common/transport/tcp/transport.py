@@ -14,9 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.connections.liveness import Liveness
@@ -61,6 +58,8 @@ class TcpTransport:
         self.topology = job.topology
         self._job = job
         self._mesh = mesh
+        self.wake, self.signal, self.gone = mesh.wake, mesh.signal, mesh.gone
+        self.shared, self.short_call_memory = mesh.shared, mesh.short_call_memory
         self._poller = mesh.poller
         self._connections = connections
         self._liveness = liveness
@@ -163,9 +162,6 @@ class TcpTransport:
         else:
             self.control.link(rank).send(body)
 
-    def wake(self, within: float = 0.0) -> None:
-        self._mesh.wake(within)
-
     def receive(self, timeout: float | None) -> list[Incoming]:
         mesh = self._mesh
         if timeout == 0:
@@ -239,15 +235,6 @@ class TcpTransport:
 
     # -- shared memory
 
-    def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
-        return self._mesh.short_call_memory(rank)
-
-    def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
-        return self._mesh.shared(rank, nbytes)
-
-    def signal(self, ranks: Sequence[int]) -> None:
-        self._mesh.signal(ranks)
-
     def await_signal(self, rank: int) -> None:
         attend = None if self._one_host else self._attend
         self._mesh.await_signal(rank, self._negotiate, attend=attend)
@@ -257,9 +244,6 @@ class TcpTransport:
         self.poll(0)
         if self._mesh.pop_news():
             self._negotiate()
-
-    def gone(self, rank: int) -> bool:
-        return self._mesh.gone(rank)
 
     # -- closing
 
