@@ -103,9 +103,7 @@ class StagedDevice:
         pin: bool = True,
         is_direct: Callable[[str], bool] = lambda kind: False,
     ) -> None:
-        self.name = name
-        self._streams = streams
-        self._pin = pin
+        self.name, self._streams, self._pin = name, streams, pin
         self._is_direct = is_direct
         # Where the device module has it: whether the caller records a graph of the device.
         self._records = getattr(streams, "is_current_stream_capturing", None)
@@ -225,9 +223,7 @@ class _DeviceInput:
     def __init__(
         self, device: StagedDevice, tensor: torch.Tensor, flat: torch.Tensor | None
     ) -> None:
-        self._device = device
-        self._tensor = tensor
-        self._flat = flat
+        self._device, self._tensor, self._flat = device, tensor, flat
         self._host: torch.Tensor | None = None
         self._staged: Event | None = None
         self.ready = device.ready_event(tensor)

@@ -163,9 +163,7 @@ class RankVariables:
             "HVDLITE_HOST_NAME": job["host"],
             CALL_VARIABLE: folder.path,
         }
-        self._environ = environ
-        self._job = job
-        self._folder = folder
+        self._environ, self._job, self._folder = environ, job, folder
         self._local_size = len(job["ranks"])
         self._cores = 0  # That this host leaves to the job, counted when it is needed.
 

@@ -44,12 +44,8 @@ class Losses:
         failures: Failures,
         order: Callable[[Command], None],
     ) -> None:
-        self._plan = plan
-        self._hosts = hosts
-        self._workers = workers
-        self._placement = placement
-        self._worlds = worlds
-        self._failures = failures
+        self._plan, self._hosts, self._workers = plan, hosts, workers
+        self._placement, self._worlds, self._failures = placement, worlds, failures
         self._order = order
         self.lost: list[Worker] = []
 
@@ -251,12 +247,8 @@ class JobEnd:
         worlds: WorldChanges,
         losses: Losses,
     ) -> None:
-        self._plan = plan
-        self._hosts = hosts
-        self._workers = workers
-        self._placement = placement
-        self._worlds = worlds
-        self._losses = losses
+        self._plan, self._hosts, self._workers = plan, hosts, workers
+        self._placement, self._worlds, self._losses = placement, worlds, losses
 
     def reach(self, now: float) -> Finish | None:
         """Return how the job ends, or None while a rank lives or may still come.

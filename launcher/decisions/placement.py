@@ -49,11 +49,8 @@ class Placement:
         failures: Failures,
         order: Callable[[Command], None],
     ) -> None:
-        self._plan = plan
-        self._hosts = hosts
-        self._workers = workers
-        self._failures = failures
-        self._order = order
+        self._plan, self._hosts, self._workers = plan, hosts, workers
+        self._failures, self._order = failures, order
         self._assigned: Sequence[str] = ()  # The hosts of the last world, each once.
         self._ranks: dict[int, int] = {}  # Of the last world, by the numbers of its workers.
 

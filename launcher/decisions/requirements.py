@@ -25,11 +25,8 @@ class Requirements:
         placement: Placement,
         worlds: WorldChanges,
     ) -> None:
-        self._plan = plan
-        self._hosts = hosts
-        self._workers = workers
-        self._placement = placement
-        self._worlds = worlds
+        self._plan, self._hosts, self._workers = plan, hosts, workers
+        self._placement, self._worlds = placement, worlds
         self.first_hosts: set[str] = set()  # Those of the first start; empty before it.
         self._unwanted: set[int] = set()  # As of the last event of another kind.
         self._one_late: Worker | None = None  # See `others_are_late`.

@@ -56,11 +56,8 @@ class WorldChanges:
         failures: Failures,
         order: Callable[[Command], None],
     ) -> None:
-        self._plan = plan
-        self._workers = workers
-        self._placement = placement
-        self._failures = failures
-        self._order = order
+        self._plan, self._workers, self._placement = plan, workers, placement
+        self._failures, self._order = failures, order
         self.world: World | None = None
         self.member_set: frozenset[int] = frozenset()  # The members of the world.
         self.reset: Reset | None = None
@@ -254,9 +251,7 @@ class HostChanges:
     def __init__(
         self, plan: ElasticPlan, workers: Workers, placement: Placement, worlds: WorldChanges
     ) -> None:
-        self._plan = plan
-        self._workers = workers
-        self._placement = placement
+        self._plan, self._workers, self._placement = plan, workers, placement
         self._worlds = worlds
         self._planned: dict[str, int] = {}  # The assignment that the ranks know of.
         self._awaited = False  # Hosts were added, and all ranks are to wait for their workers.

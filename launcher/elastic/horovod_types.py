@@ -53,10 +53,7 @@ class ElasticSettings:
         cooldown_range: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.discovery = discovery
-        self.min_num_proc = min_num_proc
-        self.max_num_proc = max_num_proc
-        self.elastic_timeout = elastic_timeout
-        self.reset_limit = reset_limit
-        self.cooldown_range = cooldown_range
+        self.discovery, self.min_num_proc = discovery, min_num_proc
+        self.max_num_proc, self.elastic_timeout = max_num_proc, elastic_timeout
+        self.reset_limit, self.cooldown_range = reset_limit, cooldown_range
         vars(self).update(kwargs)

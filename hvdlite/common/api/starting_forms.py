@@ -35,11 +35,8 @@ class RepeatedCall(Generic[T]):
         entry: PlacedEntry[T],
     ) -> None:
         # `Runtime.repeated` as it was when the call was made: another one once calls are forgotten.
-        self._kept = kept
-        self._adapter = adapter
-        self._name = name
-        self._call = call
-        self._entry = entry
+        self._kept, self._adapter, self._name = kept, adapter, name
+        self._call, self._entry = call, entry
 
     @classmethod
     def start(

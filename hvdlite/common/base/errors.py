@@ -67,9 +67,7 @@ class HorovodVersionMismatchError(ImportError):
             f"{name} {installed_version} is installed here, but another rank runs {version}: "
             f"install one version of {name} for all ranks"
         )
-        self.name = name
-        self.version = version
-        self.installed_version = installed_version
+        self.name, self.version, self.installed_version = name, version, installed_version
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies be made: those of an error are made of its `args` else, which are its text."""

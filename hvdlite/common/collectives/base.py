@@ -145,9 +145,7 @@ class InPlace(Sequence[Array]):
     def __init__(
         self, tensors: Sequence[Operand], addresses: list[int], dtype: np.dtype[Any]
     ) -> None:
-        self._tensors = tensors
-        self.dtype = dtype
-        self.addresses = addresses
+        self._tensors, self.dtype, self.addresses = tensors, dtype, addresses
         self.sizes = [tensor.count for tensor in tensors]
 
     @classmethod

@@ -27,9 +27,7 @@ class Tree:
     """The control tree as one rank sees it."""
 
     def __init__(self, topology: Topology, rank: int, fan_out: int = FAN_OUT) -> None:
-        self._topology = topology
-        self._fan_out = fan_out
-        self.rank = rank
+        self._topology, self._fan_out, self.rank = topology, fan_out, rank
 
     @property
     def is_root(self) -> bool:

@@ -51,9 +51,7 @@ class Finalizer:
 
         The thread calls `begin_thread` first.
         """
-        self._name = name
-        self._on_error = on_error
-        self._begin_thread = begin_thread
+        self._name, self._on_error, self._begin_thread = name, on_error, begin_thread
         self._queue: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Set by `fail` where the job has failed: segments end when the device has left them.

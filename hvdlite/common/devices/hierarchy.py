@@ -97,9 +97,7 @@ class HierarchicalAllreduce:
         An error of the library is given to `on_error`, after which `negotiate` raises the reason:
         the library of another rank may have failed first.
         """
-        self._host = host
-        self._negotiate = negotiate
-        self._on_error = on_error
+        self._host, self._negotiate, self._on_error = host, negotiate, on_error
         self._memory: dict[str, HostMemory] = {}  # By dtype.
 
     def prepare(self, run: DeviceRun, layers: Layers) -> Work:

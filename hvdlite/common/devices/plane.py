@@ -125,9 +125,7 @@ class DevicePlane:
         self.agreement = Agreement()
         self._local_rank = local_rank
         self._libraries = {library.name: library for library in libraries}
-        self._host = host
-        self._completes_on_host = completes_on_host
-        self._on_error = on_error
+        self._host, self._completes_on_host, self._on_error = host, completes_on_host, on_error
         self._devices: dict[str, _Device] = {}
         self._communicators = CommunicatorTable(host.gather, negotiate)
         self._hierarchy = HierarchicalAllreduce(host, negotiate, on_error)

@@ -119,9 +119,7 @@ class _Loop:
                 f"elastic training needs a state such as TorchState as the first argument of the "
                 f"function, not a {type(state).__name__}"
             )
-        self._state = state
-        self._reset = reset
-        self._is_loss = is_loss
+        self._state, self._reset, self._is_loss = state, reset, is_loss
         self._own_reset = own_reset
         # Whether the function's state is kept as it is by a job without a driver.
         self._skip_sync = False

@@ -79,11 +79,8 @@ class ControlPlane:
         # How far the monotonic clock of rank 0 is ahead; 0 until `ask_clock` is answered.
         self.clock_offset_seconds = 0.0
         self._rank = transport.rank
-        self._transport = transport
-        self._timeline = timeline
-        self._memory = memory
-        self._process_sets = process_sets
-        self._clock = clock
+        self._transport, self._timeline, self._memory = transport, timeline, memory
+        self._process_sets, self._clock = process_sets, clock
         self._tree = Tree(transport.topology, transport.rank)
         # Only connections to these ranks are watched: their Departed comes on the same path, and so
         # before the connection closes. A connection to another rank may close first.

@@ -82,9 +82,7 @@ class Engine:
         self.failed = False
         # Called on the thread of rank 0 with the ranks that were late for too long.
         self.on_stall: Callable[[tuple[int, ...]], None] = lambda late: None
-        self._transport = transport
-        self._config = config
-        self._timeline = timeline
+        self._transport, self._config, self._timeline = transport, config, timeline
         self._clock = clock
         self._pending = PendingTable(self.rank)
         self._memory = ResponseMemory(self.rank, self._pending)

@@ -75,12 +75,8 @@ class Executor:
         Observers see that when the devices have done it, in another thread; with `shows_at_launch`
         when it is queued.
         """
-        self._devices = devices
-        self._shows_at_launch = shows_at_launch
-        self._rank = rank
-        self._topology = topology
-        self._backends = backends
-        self._timeline = timeline
+        self._devices, self._shows_at_launch, self._rank = devices, shows_at_launch, rank
+        self._topology, self._backends, self._timeline = topology, backends, timeline
         self._members: dict[tuple[int, ...], Members] = {}
         # By collective, dtype, reduce op and ranks: the backend, until settings change.
         self._chosen: dict[tuple[str, str, int, tuple[int, ...]], Backend] = {}
@@ -259,9 +255,7 @@ class _Recorded:
     """A context manager that shows a segment in the timeline, from its start to its end."""
 
     def __init__(self, timeline: Timeline, names: list[str], responses: Sequence[Response]) -> None:
-        self._timeline = timeline
-        self._names = names
-        self._responses = responses
+        self._timeline, self._names, self._responses = timeline, names, responses
 
     def __enter__(self) -> None:
         if self._timeline.enabled:
@@ -286,9 +280,7 @@ class CarriedData:
     """The data of entries that go with their requests. Used by the engine thread."""
 
     def __init__(self, rank: int, executor: Executor, process_sets: ProcessSetTable) -> None:
-        self._rank = rank
-        self._executor = executor
-        self._process_sets = process_sets
+        self._rank, self._executor, self._process_sets = rank, executor, process_sets
 
     def of(self, entry: Entry) -> bytes | None:
         """Return the data of an entry whose sum is the same wherever it is added up, or None."""

@@ -70,11 +70,8 @@ class Inbox:
         A thread that waits for an entry tries `short_calls` first. `enough` bytes gather no
         further.
         """
-        self._wake = wake
-        self._gather_seconds = gather_seconds
-        self._short_calls = short_calls
-        self._clock = clock
-        self._enough = enough
+        self._wake, self._gather_seconds, self._short_calls = wake, gather_seconds, short_calls
+        self._clock, self._enough = clock, enough
         self._gathers_on = math.isinf(enough)  # no core is free for the engine
         # Guards all attributes below. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()

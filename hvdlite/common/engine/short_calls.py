@@ -79,12 +79,8 @@ class ShortCalls:
         may_run: Callable[[], bool],
     ) -> None:
         """Take part only while `may_run`: others see it before they wait."""
-        self._rank = rank
-        self._exchange = exchange
-        self._executor = executor
-        self._pending = pending
-        self._process_sets = process_sets
-        self._may_run = may_run
+        self._rank, self._exchange, self._executor = rank, exchange, executor
+        self._pending, self._process_sets, self._may_run = pending, process_sets, may_run
         self._is_open = False
         self._released = False
         # Guards `_is_open` and `_released`, and keeps the memory mapped while a thread writes it.

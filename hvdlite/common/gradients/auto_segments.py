@@ -64,9 +64,7 @@ class AutoSegments:
         runtime = for_collective()
         self._engine = runtime.engine
         self.gradients = tuple(gradients)
-        self._label = label
-        self._process_set = process_set
-        self._file = file
+        self._label, self._process_set, self._file = label, process_set, file
         self._root = min(process_set.ranks or [0])
         # Set by the same decision on all ranks: tuning has ended, and times are shared rarely.
         self.frozen = False

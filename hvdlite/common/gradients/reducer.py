@@ -42,8 +42,7 @@ class Reducer(ABC):
         self.reduction = reduction
         self.segments = SegmentPlan(reduction, groups is not None)
         self.local = LocalSources(self.sources)
-        self._prefix = prefix
-        self._groups = groups
+        self._prefix, self._groups = prefix, groups
         self._scale_local_gradients = scale_local_gradients
 
     def compression_state(self) -> dict[str, Any]:

@@ -127,9 +127,7 @@ class SegmentPlan:
             raise ValueError(
                 f"groups and segmentation {reduction.segmentation.spec}: give one of them"
             )
-        self._reduction = reduction
-        self.as_views = as_views
-        self._grouped = grouped
+        self._reduction, self.as_views, self._grouped = reduction, as_views, grouped
         # Set by `settle`; the strategy below is final from then on.
         self._settled = False
         self._strategy: Strategy | None = None

@@ -89,9 +89,7 @@ class _ArrayInFlight:
     """An array that is sent to or received from `rank`, as one MPI request or several."""
 
     def __init__(self, transport: MpiTransport, rank: int, requests: list[MPI.Request]) -> None:
-        self.rank = rank
-        self._transport = transport
-        self._requests = requests
+        self.rank, self._transport, self._requests = rank, transport, requests
 
     def done(self) -> bool:
         requests = self._requests

@@ -139,9 +139,7 @@ class RemoteMessages:
     def __init__(
         self, mpi: Any, comm: MPI.Intracomm, ranks: set[int], failures: RemoteFailures
     ) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self.ranks = ranks
+        self._mpi, self._comm, self.ranks = mpi, comm, ranks
         self._failures = failures
         # Requests under way. MPI reads a message that is sent, and writes one that is received,
         # until its request is complete: its memory must stay referenced until then.

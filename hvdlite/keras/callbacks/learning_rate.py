@@ -46,11 +46,8 @@ class LearningRateScheduleCallback(Callback):
             raise ValueError("Parameter `initial_lr` is required")
         self.initial_lr = initial_lr
         self.multiplier = multiplier if callable(multiplier) else self._power_of(multiplier)
-        self.start_epoch = start_epoch
-        self.end_epoch = end_epoch
-        self.staircase = staircase
-        self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
+        self.start_epoch, self.end_epoch, self.staircase = start_epoch, end_epoch, staircase
+        self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
         self.current_epoch = 0
 
     def _power_of(self, base: float) -> Callable[[float], float]:
@@ -129,9 +126,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
         )
-        self.process_set = process_set
-        self.warmup_epochs = warmup_epochs
-        self.verbose = verbose
+        self.process_set, self.warmup_epochs, self.verbose = process_set, warmup_epochs, verbose
 
     def _slope(self, epoch: float) -> float:
         assert self.steps_per_epoch

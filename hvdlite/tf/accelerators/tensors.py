@@ -99,11 +99,8 @@ class DeviceTensor:
         tensor: tf.Tensor | None = None,
         result: DeviceTensor | None = None,
     ) -> None:
-        self.accelerator = accelerator
-        self.shape = shape
-        self.dtype = dtype
-        self.memory = memory
-        self.ready = ready
+        self.accelerator, self.shape, self.dtype = accelerator, shape, dtype
+        self.memory, self.ready = memory, ready
         self.tensor = tensor  # The eager tensor whose memory it is.
         self.result = result  # Of the same shape, for collectives that keep the shape.
         self.host: Array | None = None  # A result that was staged, and has no memory.

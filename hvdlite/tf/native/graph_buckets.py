@@ -82,9 +82,7 @@ class BucketExecution:
         tensors: Sequence[GraphTensor],
         bucket: PreparedBucket[Any],
     ) -> None:
-        self._unused = unused
-        self._tensors = tensors
-        self._bucket = bucket
+        self._unused, self._tensors, self._bucket = unused, tensors, bucket
         self.handle: Handle = bucket.handle
 
     def release(self) -> None:

@@ -140,9 +140,7 @@ class C10dCommunicator:
         self, group: Any, store: StoreClient, server: StoreServer | None, *, waits: bool
     ) -> None:
         """Let the thread that calls a collective wait for it, or else the current stream."""
-        self._waits = waits
-        self._group = group
-        self._store = store
+        self._waits, self._group, self._store = waits, group, store
         self._server = server
         self._lock = threading.Lock()  # Guards `_works` and `_error`.
         self._works: deque[Any] = deque()  # Those that may be unfinished.

@@ -24,9 +24,7 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
         # How many indices of the epoch are done, on all ranks together.
         self.processed_num = 0

@@ -38,9 +38,7 @@ class SegmentParameter:
 
     def __init__(self, parameter: Tensor, gradient: Tensor, number: int, index: int) -> None:
         """Describe a parameter by its `index` in this segment and its `number` in all of them."""
-        self.parameter = parameter
-        self.gradient = gradient
-        self.number = number
+        self.parameter, self.gradient, self.number = parameter, gradient, number
         self.index = index
         self.address = parameter.data_ptr()  # The parameter lies in the buffer already.
         # The views that the optimizer's state should have for this parameter, by name.

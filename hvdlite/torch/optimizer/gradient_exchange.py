@@ -81,9 +81,7 @@ class GradientExchange:
 
         `names` grows when parameters are added to the optimizer.
         """
-        self.names = names
-        self.reduction = reduction
-        self._segments = segments
+        self.names, self.reduction, self._segments = names, reduction, segments
         # True from a synchronize() that succeeds until the next gradient or the step.
         self.synchronized = False
         self.param_groups = param_groups

@@ -47,9 +47,7 @@ class SegmentSchedule:
         """Keep `names` and `schedule`, which grow when parameters are added to the optimizer."""
         self._names = names
         self.parameter_of = {name: parameter for parameter, name in names.items()}
-        self._schedule = schedule
-        self._layouts = layouts
-        self._reduction = reduction
+        self._schedule, self._layouts, self._reduction = schedule, layouts, reduction
         self._segments = segments
         self._label = next(iter(names.values()), "")  # This is the same on all ranks.
         self._era: object = None

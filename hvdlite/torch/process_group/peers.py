@@ -182,9 +182,7 @@ class _OrderedReceives:
     """
 
     def __init__(self, caller: Caller, rank: int, tag: int) -> None:
-        self._caller = caller
-        self._tag = tag
-        self._rank = rank
+        self._caller, self._tag, self._rank = caller, tag, rank
         self._lock = threading.RLock()  # Guards `_waiting`, and the numbers of messages.
         self._waiting: deque[_Receive] = deque()
 

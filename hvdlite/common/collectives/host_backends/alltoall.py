@@ -122,9 +122,7 @@ class HostExchange:
         members: Members,
         bundles: Bundles,
     ) -> None:
-        self._transport = transport
-        self._inside = inside
-        self._layers = layers
+        self._transport, self._inside, self._layers = transport, inside, layers
         self._members = members
         self._bundle = bundles
 

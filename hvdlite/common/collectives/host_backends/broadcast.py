@@ -86,9 +86,7 @@ class HostBroadcast:
         arrays: Sequence[Array],
         piece_bytes: int,
     ) -> None:
-        self._transport = transport
-        self._inside = inside
-        self._carriers = carriers
+        self._transport, self._inside, self._carriers = transport, inside, carriers
         self._place = carriers.places[host]
         self._chain = Chain(arrays)
         itemsize = arrays[0].itemsize

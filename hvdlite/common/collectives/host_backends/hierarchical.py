@@ -161,11 +161,8 @@ class _Pipeline:
         piece_bytes: int,
         activity: Activity,
     ) -> None:
-        self._shm = shm
-        self._algorithm = algorithm
-        self._layers = layers
-        self._arithmetic = arithmetic
-        self._activity = activity
+        self._shm, self._algorithm, self._layers = shm, algorithm, layers
+        self._arithmetic, self._activity = arithmetic, activity
         self._chunks = algorithm.blocks(layers.ring_order)
         self._sources = self._cut(inputs)
         self._targets = self._cut(outputs)

@@ -32,9 +32,7 @@ class _Row:
     """The slice of one block at this member, of which only pieces under way are in memory."""
 
     def __init__(self, size: int, length: int, row: int, pieces: dict[int, Array]) -> None:
-        self.size = size
-        self._length = length
-        self._row = row
+        self.size, self._length, self._row = size, length, row
         self._pieces = pieces
 
     def views(self, start: int, stop: int) -> Iterator[Array]:

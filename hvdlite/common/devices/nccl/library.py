@@ -58,9 +58,7 @@ class NcclLibrary:
 
         `blocks` chooses communicators that block, whose calls graphs record.
         """
-        self._blocks = blocks
-        self.nccl = nccl
-        self.shares_devices = shares_devices
+        self._blocks, self.nccl, self.shares_devices = blocks, nccl, shares_devices
         self._framework = framework
 
     def supports(self, collective: str, dtype: str, op: ReduceOp | None) -> bool:
