@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 READ_BYTES = 1 << 16
-RAISED, STALL, LIVE = EVENTS = ("raised", "stall", "live")
+LIVE = "live"
+EVENTS = ("raised", "stall", LIVE)
 # The path of a Unix socket may have 107 bytes, and its name here has 8.
 LONGEST_PATH = 95
 

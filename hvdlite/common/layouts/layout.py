@@ -149,20 +149,6 @@ class Layout:
         ]
         return Layout((*self.device_matrix, times), entries, self.uneven)
 
-    def with_optimizer_shards(self) -> Layout:
-        """Return this layout with dimension 0 cut once more, among the ranks with equal parts.
-
-        A layout without dimensions, or whose ranks all hold different parts, is returned as it is.
-        """
-        used = {axis for entry in self.tensor_map for axis in _axes(entry)}
-        axes = range(len(self.device_matrix) - 1, -1, -1)
-        free = [axis for axis in axes if axis not in used and self.device_matrix[-1 - axis] > 1]
-        if not free or not self.tensor_map:
-            return self
-        first = (*_axes(self.tensor_map[0]), *free)
-        entry: MapEntry = first[0] if len(first) == 1 else first
-        return Layout(self.device_matrix, (entry, *self.tensor_map[1:]), self.uneven)
-
     def _interval(self, length: int, entry: MapEntry, rank: int) -> tuple[int, int]:
         start, stop = 0, length
         for axis in _axes(entry):

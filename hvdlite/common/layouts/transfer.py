@@ -65,24 +65,9 @@ def _most_missing(held: Layout, wanted: Layout, shape: tuple[int, ...]) -> int:
     return most
 
 
-def allgather_bytes(total_bytes: int, ranks: int) -> int:
-    """Return what a rank receives while parts become a whole of `total_bytes`."""
-    return total_bytes * (ranks - 1) // ranks
-
-
-def alltoall_bytes(total_bytes: int, ranks: int) -> int:
-    """Return what a rank receives while a tensor that is cut by n ranks is cut otherwise."""
-    return total_bytes * (ranks - 1) // ranks**2
-
-
 def allreduce_bytes(total_bytes: int, ranks: int) -> int:
     """Return what a rank receives while partial sums become the sum."""
     return 2 * total_bytes * (ranks - 1) // ranks
-
-
-def reducescatter_bytes(total_bytes: int, ranks: int) -> int:
-    """Return what a rank receives while partial sums become parts of the sum."""
-    return total_bytes * (ranks - 1) // ranks
 
 
 # Which ranks' parts of a tensor make up a part of it under another layout.

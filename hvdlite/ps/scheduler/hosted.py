@@ -42,10 +42,6 @@ class HostedScheduler:
         """Tell all members why the cluster cannot go on; the first reason counts."""
         self._scheduler.membership.fail(why)
 
-    def begin_close(self) -> None:
-        """Let the thread end soon."""
-        self._closed.set()
-
     def close(self) -> None:
         """Wait for the end of the thread, half a second at most."""
         self._closed.set()

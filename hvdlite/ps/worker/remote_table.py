@@ -80,7 +80,6 @@ class RemoteTable(TableShards):
         self._links, self._worker = links, worker
         self._first_key = answer.body["first_key"]
         self._blocks = self._blocks_of(answer)
-        self._staging: list[list[Array]] = []
         self._client = client
         shards = self._new_shards(answer)
         self._early = self._new_early(shards)

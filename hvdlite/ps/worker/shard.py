@@ -57,7 +57,6 @@ class Shard:
         self._is_used = False  # Whether this worker has asked to take part.
         self._started = False
         self._on_start: Callable[[Message | Exception], None] | None = None
-        self._start_id = 0
         self._push: _Request | None = None
         self._pull: _Request | None = None
         self._ids: dict[int, str] = {}  # Of requests that are under way -> "push" or "pull".

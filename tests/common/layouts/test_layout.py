@@ -125,16 +125,6 @@ def test_repetition_is_on_the_right_for_operators_and_on_the_left_for_data() -> 
     assert whole(2, 4).box((3, 5), 2) == ((0, 3), (0, 5))
 
 
-def test_optimizer_shards_cut_rows_among_the_ranks_with_equal_parts() -> None:
-    layout = Layout([2, 4], [-1, 0]).with_optimizer_shards()
-    boxes = [layout.box((8, 8), rank) for rank in range(8)]
-    assert boxes == [((r, r + 4), (c, c + 2)) for r in (0, 4) for c in (0, 2, 4, 6)]
-    twice = Layout([2, 4], [1, -1]).with_optimizer_shards()
-    assert [twice.box((8, 8), rank)[0] for rank in range(8)] == [(i, i + 1) for i in range(8)]
-    full = Layout([2, 4], [1, 0])
-    assert full.with_optimizer_shards() == full
-
-
 @pytest.mark.parametrize(
     ("matrix", "tensor_map", "text"),
     [
