@@ -11,10 +11,9 @@ from typing import Any
 from hvdlite.checkpoint import loading, manifest, saving, trees
 from hvdlite.checkpoint.files import Reader, safetensors
 from hvdlite.checkpoint.job import in_turn, place, together
-from hvdlite.checkpoint.layouts import flat_layouts
 from hvdlite.checkpoint.manifest import MANIFEST, Folder, Manifest
 from hvdlite.checkpoint.tensors import Tensors
-from hvdlite.checkpoint.trees import gathered
+from hvdlite.checkpoint.trees import flat_layouts, gathered
 from hvdlite.common.layouts.layout import Layout, whole
 from hvdlite.common.layouts.transfer import ranks_needed
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from hvdlite.checkpoint import trees
 from hvdlite.checkpoint.files import Reader, safetensors
 from hvdlite.checkpoint.job import check_same, place, together
-from hvdlite.checkpoint.layouts import given_layouts, hint
 from hvdlite.checkpoint.manifest import Manifest, Record
 from hvdlite.checkpoint.tensors import Tensors, kinds_of
+from hvdlite.checkpoint.trees import given_layouts, hint
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.layout import Box, Layout, whole
 from hvdlite.common.plain.adapter import numpy_dtype

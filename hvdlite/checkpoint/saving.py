@@ -10,9 +10,9 @@ from typing import Any
 
 from hvdlite.checkpoint import files, manifest, trees
 from hvdlite.checkpoint.job import check_same, place, together
-from hvdlite.checkpoint.layouts import given_layouts
 from hvdlite.checkpoint.manifest import Folder, Manifest, Record
 from hvdlite.checkpoint.tensors import Array, Tensors, kinds_of
+from hvdlite.checkpoint.trees import given_layouts
 from hvdlite.common.layouts.layout import Layout, whole
 from hvdlite.common.layouts.transfer import writers
 
