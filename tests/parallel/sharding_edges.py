@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
-from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor, local_tensor
+from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor, local_tensors
 
 SHARE, WIDTH = 4, 8
 
@@ -270,7 +270,10 @@ def check_gradients_of_parameters() -> None:
     mesh = init_device_mesh("cpu", (hvd.size(),))
     whole = torch.arange(float(hvd.size() * 6)).reshape(-1, 3)
     found = []
-    for local in (local_tensor, lambda each: each.to_local(grad_placements=each.placements)):
+    for local in (
+        lambda each: local_tensors([each])[0],
+        lambda each: each.to_local(grad_placements=each.placements),
+    ):
         weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
         factor = torch.arange(6.0).reshape(3, 2).t()  # The gradient has other strides.
         for _ in range(2):

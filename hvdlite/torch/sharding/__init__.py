@@ -18,6 +18,7 @@ output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
     collectives  what ranks exchange for it
     pieces       operators that are another computation on a part
     running      what `shard` returns
+    steps        an optimizer's step over local tensors
     shares       a rank's share of the batch, at both ends of the part
     alltoalls    how DTensor cuts a tensor along another dimension
 """
@@ -27,5 +28,16 @@ from __future__ import annotations
 from hvdlite.torch.sharding.meshes import layout, mesh, placements
 from hvdlite.torch.sharding.plans import Plan, Planned, plan, set_strategy
 from hvdlite.torch.sharding.running import shard
+from hvdlite.torch.sharding.steps import local_step
 
-__all__ = ["Plan", "Planned", "layout", "mesh", "placements", "plan", "set_strategy", "shard"]
+__all__ = [
+    "Plan",
+    "Planned",
+    "layout",
+    "local_step",
+    "mesh",
+    "placements",
+    "plan",
+    "set_strategy",
+    "shard",
+]

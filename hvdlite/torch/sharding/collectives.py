@@ -55,6 +55,9 @@ class MeshCollectives:
             )
         self.rank = self._ranks.index(dist.get_rank())
         self.ranks = len(self._ranks)
+        # By members, while the default group is that of `_world`.
+        self._world: Any = None
+        self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self, members: tuple[int, ...]) -> None:
         self._group(members)
@@ -89,7 +92,12 @@ class MeshCollectives:
         return found
 
     def _group(self, members: tuple[int, ...]) -> Any:
-        return _group(tuple(self._ranks[each] for each in members))
+        world = dist.group.WORLD
+        if world is not self._world:
+            self._world, self._groups = world, {}
+        if members not in self._groups:
+            self._groups[members] = _group(tuple(self._ranks[each] for each in members))
+        return self._groups[members]
 
 
 # By the default group, which another one may follow in a process: the groups of ranks.

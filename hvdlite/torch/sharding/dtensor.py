@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -30,43 +31,75 @@ __all__ = [
     "Replicate",
     "Shard",
     "distribute_tensor",
-    "local_tensor",
+    "local_tensors",
     "placement_types",
+    "wrapped",
 ]
 
 
-class _Local(torch.autograd.Function):
-    """What this rank holds of a DTensor, whose gradient is a DTensor that is cut as it is."""
+# So many bytes of gradients are held back at most until all of a function's inputs have theirs.
+_TOGETHER_BYTES = 1 << 22
+
+
+class _Locals(torch.autograd.Function):
+    """What this rank holds of DTensors, whose gradients are DTensors that are cut as they are."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
-        held: torch.Tensor = tensor._local_tensor
-        ctx.spec, ctx.strides = tensor._spec, held.stride()
-        return held.view_as(held)
+    def forward(ctx: Any, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        held = [each._local_tensor for each in tensors]
+        ctx.like = [(each._spec, local.stride()) for each, local in zip(tensors, held, strict=True)]
+        return tuple(local.view_as(local) for local in held)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        if gradient.stride() != ctx.strides:
-            # Plain parameters get gradients with their own strides, too.
-            size = gradient.shape
-            gradient = gradient.new_empty_strided(size, ctx.strides).copy_(gradient)
-        made: Any = DTensor
-        return made(gradient, copy.copy(ctx.spec), requires_grad=False)
+        return tuple(
+            None if gradient is None else _cut_alike(gradient, *like)
+            for gradient, like in zip(gradients, ctx.like, strict=True)
+        )
 
 
-def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return what this rank holds of a tensor, which shares its memory.
+def _cut_alike(gradient: torch.Tensor, spec: Any, strides: Sequence[int]) -> Any:
+    """Return the gradient of a DTensor, of which this rank has a part."""
+    if gradient.stride() != strides:
+        # Plain parameters get gradients with their own strides, too.
+        gradient = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
+    return wrapped(gradient, spec)
 
-    `DTensor.to_local` has its gradient made by a second function of autograd, which takes three
-    times as long; a model has hundreds of parameters.
+
+def wrapped(local: torch.Tensor, spec: Any) -> Any:
+    """Return a DTensor of what this rank holds, which is cut as another one."""
+    made: Any = DTensor
+    # Its __init__ does nothing, through decorators that take longer than all else here.
+    return made.__new__(made, local, copy.copy(spec), requires_grad=False)
+
+
+def local_tensors(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Return what this rank holds of tensors, which shares their memory.
+
+    `DTensor.to_local` takes a function of autograd for each of them, and another one for its
+    gradient; a model has hundreds of parameters. Here small ones have a function together.
     """
-    if not isinstance(tensor, DTensor):
-        plain: torch.Tensor = tensor
-        return plain
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        held: torch.Tensor = tensor._local_tensor
-        return held
-    local: torch.Tensor = _Local.apply(tensor)  # type: ignore[no-untyped-call]
-    return local
+    found = [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]
+    if torch.is_grad_enabled():
+        for places in _together(tensors, found):
+            locals_: Any = _Locals.apply(*(tensors[place] for place in places))  # type: ignore[no-untyped-call]
+            for place, local in zip(places, locals_, strict=True):
+                found[place] = local
+    return found
+
+
+def _together(tensors: Sequence[Any], held: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Yield the places of neighbours that need gradients, few enough bytes at a time."""
+    places: list[int] = []
+    held_back = 0
+    for place, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) and tensor.requires_grad:
+            if places and held_back + held[place].nbytes > _TOGETHER_BYTES:
+                yield places
+                places, held_back = [], 0
+            places.append(place)
+            held_back += held[place].nbytes
+    if places:
+        yield places

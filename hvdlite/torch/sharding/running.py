@@ -28,7 +28,7 @@ from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.registration import init_process_group
 from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.collectives import MeshCollectives
-from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor, local_tensor
+from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor, local_tensors
 from hvdlite.torch.sharding.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import nearest_placements
@@ -153,6 +153,8 @@ class _Runner:
     ) -> None:
         is_module = isinstance(target, torch.nn.Module)
         self._module: torch.nn.Module = target if is_module else _Function(target)
+        # Found once: what is recorded of them stays, and to find them takes long.
+        self._modules = list(self._module.modules())
         self.call: Callable[..., Any] = target
         self._configured = configured
         self._parameter_plan = parameter_plan
@@ -204,7 +206,7 @@ class _Runner:
         part.lowered.seed.value = seed
         for name, moved in part.lowered.warnings:
             _warn_once(name, moved)
-        return part, [local_tensor(table[name]) for table, name in part.leaves]
+        return part, local_tensors([table[name] for table, name in part.leaves])
 
     def _check_filled(self, part: _Part) -> None:
         """Raise `ValueError` for a buffer without values, which NaN would come from."""
@@ -239,7 +241,7 @@ class _Runner:
             else (type(each), each if isinstance(each, Hashable) else id(each))
             for each in leaves
         ]
-        return (*values, str(spec), tuple(each.training for each in self._module.modules()))
+        return (*values, str(spec), tuple([each.training for each in self._modules]))
 
     def prepare(self, args: Sequence[Any]) -> _Part:
         """Make the plan for inputs like these, and cut the parameters if they are not yet."""
