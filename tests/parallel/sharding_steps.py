@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
-from hvdlite.torch.sharding.dtensor import DTensor
+from hvdlite.torch.sharding.dtensor import DTensor, Replicate, distribute_tensor, placement_types
 
 SHARE, WIDTH, STEPS = 4, 8, 4
+Partial: Any = getattr(placement_types, "Partial", None) or placement_types._Partial
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
@@ -153,7 +155,7 @@ def check_another_layout(folder: Path) -> None:
 
 
 def check_copies() -> None:
-    """A copy steps over the DTensors as torch does; both go on alike."""
+    """A copy steps over the DTensors as torch does, and both go on alike."""
     network = Network().sharded()
     optimizer = sharding.local_step(OPTIMIZERS["amsgrad"](groups_of(network)))
     assert sharding.local_step(optimizer) is optimizer
@@ -205,6 +207,20 @@ def check_scaled_gradients() -> None:
         check_equal(*found, name)
 
 
+def check_summands() -> None:
+    """A gradient of which ranks hold summands, as DTensor computes them, is summed for the step."""
+    mesh = init_device_mesh("cpu", (hvd.size(),))
+    whole, found = torch.arange(6.0), []
+    for prepare in (lambda each: each, sharding.local_step):
+        weight = torch.nn.Parameter(distribute_tensor(whole.clone(), mesh, [Replicate()]))
+        share = torch.full((6,), float(hvd.rank() + 1))
+        weight.grad = DTensor.from_local(share, mesh, [Partial()])
+        prepare(torch.optim.SGD([weight], 1.0)).step()
+        found.append(weight.to_local().detach())
+    assert torch.equal(found[1], whole - sum(range(1, hvd.size() + 1)))
+    assert torch.equal(*found)
+
+
 def expect(words: str, call: Callable[[], Any], kind: type[Exception] = ValueError) -> None:
     try:
         call()
@@ -233,7 +249,13 @@ def check_refused() -> None:
     expect(f"parameter {place} of group 0", optimizer.step)
 
 
-CHECKS = [check_optimizers, check_copies, check_scaled_gradients, check_refused]
+CHECKS = [
+    check_optimizers,
+    check_copies,
+    check_scaled_gradients,
+    check_summands,
+    check_refused,
+]
 
 if __name__ == "__main__":
     hvd.init_process_group()

@@ -59,6 +59,10 @@ class MeshCollectives:
         self._world: Any = None
         self._groups: dict[tuple[int, ...], Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a sharded module finds the groups anew: they cannot be copied.
+        return {**vars(self), "_world": None, "_groups": {}}
+
     def join(self, members: tuple[int, ...]) -> None:
         self._group(members)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -71,8 +70,9 @@ def _cut_alike(gradient: torch.Tensor, spec: Any, strides: Sequence[int]) -> Any
 def wrapped(local: torch.Tensor, spec: Any) -> Any:
     """Return a DTensor of what this rank holds, which is cut as another one."""
     made: Any = DTensor
-    # Its __init__ does nothing, through decorators that take longer than all else here.
-    return made.__new__(made, local, copy.copy(spec), requires_grad=False)
+    # Its __init__ does nothing, through decorators that take longer than all else here. Nobody
+    # changes a spec: DTensor's own operators share one among many tensors.
+    return made.__new__(made, local, spec, requires_grad=False)
 
 
 def local_tensors(tensors: Sequence[Any]) -> list[torch.Tensor]:

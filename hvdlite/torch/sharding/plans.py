@@ -177,6 +177,9 @@ def plan(
     for strategies that do not fit, which name one that does.
     """
     check_search(search)
+    for name, limit in (("memory_limit", memory_limit), ("optimizer_states", optimizer_states)):
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
+            raise TypeError(f"{name} is an int, not {limit!r}")
     refuse_keras(module)
     runtime = find()
     ranks = mesh.size() if mesh is not None else 1 if runtime is None else runtime.topology.size

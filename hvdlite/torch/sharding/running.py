@@ -94,6 +94,8 @@ def shard(
             check_strategy(tuple(each for each in given if each is not None), f"{end} strategy")
             configured |= {f"{end}{i}": (cuts,) for i, cuts in enumerate(given) if cuts is not None}
     _check_target(fn_or_module)
+    if not hasattr(mesh, "get_group") and mesh is not None:
+        raise TypeError(f"mesh is a DeviceMesh, such as sharding.mesh() returns, not {mesh!r}")
     options = {
         "fully_use_devices": fully_use_devices, "search": search, "memory_limit": memory_limit,
         "optimizer_states": optimizer_states,
@@ -194,6 +196,12 @@ class _Runner:
         seed = int(torch.randint(1 << 62, ()).item()) if draws else 0
         # Before all that one rank alone may refuse, while the others wait for it.
         seed = check_shares(tensors, self._mesh, seed)
+        for index, each in enumerate(tensors):
+            if isinstance(each, DTensor):
+                raise ValueError(
+                    f"tensor {index} of those that a sharded part is called with is a DTensor: "
+                    "give this rank's share of the batch, such as its to_local()"
+                )
         if part is None:
             if self._tensors not in (None, len(tensors)):
                 raise ValueError(
@@ -206,7 +214,19 @@ class _Runner:
         part.lowered.seed.value = seed
         for name, moved in part.lowered.warnings:
             _warn_once(name, moved)
-        return part, local_tensors([table[name] for table, name in part.leaves])
+        held = local_tensors([table[name] for table, name in part.leaves])
+        if [each.shape for each in held] != part.shapes:
+            self._refuse_shapes(part, held)
+        return part, held
+
+    def _refuse_shapes(self, part: _Part, held: Sequence[torch.Tensor]) -> None:
+        for name, tensor, shape in zip(part.lowered.leaves, held, part.shapes, strict=True):
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{name} has come into a sharded part as {tuple(tensor.shape)} on this rank, "
+                    f"where it was planned as {tuple(shape)}: give a DTensor that is cut as it, or "
+                    "load values by hvd.checkpoint.load"
+                )
 
     def _check_filled(self, part: _Part) -> None:
         """Raise `ValueError` for a buffer without values, which NaN would come from."""
@@ -268,7 +288,10 @@ class _Runner:
             [isinstance(each, torch.nn.Parameter) for each in given],
         ).run()  # fmt: skip
         self._tensors = len(given)
-        part = _Part(lowered, [self._place(name) for name in lowered.leaves], traced.result)
+        places = [self._place(name) for name in lowered.leaves]
+        with torch.no_grad():
+            shapes = [each.shape for each in local_tensors([table[own] for table, own in places])]
+        part = _Part(lowered, places, shapes, traced.result)
         self._parts[self._key(leaves, spec)] = part
         return part
 
@@ -311,8 +334,13 @@ class _Runner:
         ranks = self._collectives.ranks
         layouts = dict(found.layouts)
         for name, cuts in self._parameter_plan.items():
-            given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, ranks)
-            given.check_shape(names[name][1].shape)
+            if not isinstance(cuts, Layout):
+                check_strategy((tuple(cuts),), f"parameter_plan[{name!r}]")
+            try:
+                given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, ranks)
+                given.check_shape(names[name][1].shape)
+            except ValueError as error:
+                raise ValueError(f"parameter_plan[{name!r}]: {error}") from None
             layouts |= {n: given for n in names if names[n][0] == names[name][0]}
         if not names:
             return
@@ -363,11 +391,12 @@ class _Runner:
 class _Part:
     """A part as it runs for tensors of some shapes: the graph, its leaves, and what it returns.
 
-    A leaf is a table of a module, and its name there.
+    A leaf is a table of a module, and its name there; of `shapes` on this rank.
     """
 
     lowered: Lowered
     leaves: list[tuple[dict[str, Any], str]]
+    shapes: list[torch.Size]
     result: Any
 
 

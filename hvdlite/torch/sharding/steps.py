@@ -83,7 +83,10 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
                 if not isinstance(parameter, DTensor):
                     groups[-1]["params"].append(parameter)
                     continue
-                part = _Part(parameter, optimizer.state, f"parameter {place} of group {number}")
+                try:
+                    part = _Part(parameter, optimizer.state)
+                except _CutOtherwiseError as error:
+                    raise ValueError(f"parameter {place} of group {number} {error}") from None
                 parts.append(part)
                 state[part.local] = part.state
                 groups[-1]["params"].append(part.local)
@@ -112,43 +115,44 @@ class _States(dict[Any, State]):
         return found
 
 
+class _CutOtherwiseError(Exception):
+    """State does not fit the part of its parameter that this rank holds."""
+
+
 class _Part:
     """What this rank holds of one parameter, of its gradient and of its state, for one step."""
 
     __slots__ = ("_given", "_parameter", "_shape", "local", "state")
 
-    def __init__(self, parameter: Any, states: Any, what: str) -> None:
-        """Raise `ValueError` for state that is cut otherwise than the parameter."""
+    def __init__(self, parameter: Any, states: Any) -> None:
+        """Raise `_CutOtherwiseError` for state that is cut otherwise than the parameter."""
         self._parameter = parameter
-        self._shape = parameter._local_tensor.shape
-        self.local = self._with_rows(parameter._local_tensor.detach())
+        held = parameter._local_tensor
+        self._shape = held.shape
         gradient = parameter.grad
         if gradient.placements != parameter.placements:  # Summands, where DTensor computed it.
             gradient = gradient.redistribute(placements=parameter.placements)
-        self.local.grad = self._with_rows(self._held(gradient, what, "its gradient"))
+        self.local = self._with_rows(held.detach())
+        self.local.grad = self._with_rows(self._part(gradient, "gradient"))
         self._given: State = {}
         if parameter in states:
             for name, value in states[parameter].items():
-                is_part = isinstance(value, torch.Tensor) and (
-                    value.ndim or isinstance(value, DTensor)
+                is_part = isinstance(value, DTensor) or (
+                    isinstance(value, torch.Tensor) and value.ndim > 0
                 )
-                self._given[name] = (
-                    self._with_rows(self._held(value, what, f"its {name}")) if is_part else value
-                )
+                self._given[name] = self._with_rows(self._part(value, name)) if is_part else value
         self.state = dict(self._given)
 
     def _with_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that differs from a number that an optimizer keeps, such as of steps."""
         return tensor if self._shape else tensor.view(1)
 
-    def _held(self, tensor: Any, what: str, which: str) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
-        held: torch.Tensor = tensor
+    def _part(self, tensor: Any, name: str) -> torch.Tensor:
+        held: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if held.shape != self._shape:
-            raise ValueError(
-                f"{what} is a DTensor of which this rank holds {tuple(self._shape)}, and {which} "
-                f"is a tensor of {tuple(held.shape)}: load state by hvd.checkpoint.load, or by "
+            raise _CutOtherwiseError(
+                f"is a DTensor of which this rank holds {tuple(self._shape)}, and its {name} is a "
+                f"tensor of {tuple(held.shape)}: load state by hvd.checkpoint.load, or by "
                 "torch.distributed.checkpoint.state_dict, which cut it as the parameter"
             )
         return held

@@ -1,0 +1,46 @@
+"""What a sharded part refuses in words of its own, and DTensor or Python would in theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import hvdlite.torch as hvd
+from hvdlite.torch import sharding
+from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor
+from tests.parallel.sharding_edges import WIDTH, own, whole_batch
+
+
+def check_arguments_of_other_kinds() -> None:
+    """What DTensor or Python would refuse in their own words is refused in ours."""
+    example, n = own(whole_batch()), hvd.size()
+
+    def part(**options: Any) -> Any:
+        return sharding.shard(torch.nn.Linear(WIDTH, WIDTH), example=example, **options)
+
+    cut = {"": ((1, 1), (1, n))}
+    assigned, sharded = part(strategies=cut), part(strategies=cut)
+    assigned.load_state_dict(torch.nn.Linear(WIDTH, WIDTH).state_dict(), assign=True)
+    distributed = distribute_tensor(whole_batch(), init_device_mesh("cpu", (n,)), [Shard(0)])
+    limits = {"search": "dynamic_programming", "memory_limit": "1 GB"}
+    for words, call in {
+        "parameter_plan['weight']: a strategy has ints": lambda: part(
+            parameter_plan={"weight": [Shard(0)]}
+        ),
+        "parameter_plan['weight']: layout": lambda: part(parameter_plan={"weight": (n + 1, 1)}),
+        "mesh is a DeviceMesh": lambda: part(mesh=(n,)),
+        "memory_limit is an int": lambda: part(**limits),
+        "give this rank's share of the batch": lambda: sharded(distributed),
+        "weight has come into a sharded part as": lambda: assigned(example),
+    }.items():
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(words)
+
+
+CHECKS = [check_arguments_of_other_kinds]
