@@ -1,8 +1,8 @@
 """An optimizer's step over what this rank holds of DTensors, and not over the DTensors.
 
-torch sends each operator of a step through the dispatch of DTensor, for each parameter. Of an
-optimizer that treats each element on its own, the same operators on local tensors give the same
-values, in a tenth of the time.
+torch sends each operator of a step through the dispatch of DTensor, for each parameter: AdamW takes
+0.1 to 0.3 ms more for each. Of an optimizer that treats each element on its own, the same operators
+on local tensors give the same values.
 """
 
 from __future__ import annotations
