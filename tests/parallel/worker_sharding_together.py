@@ -60,7 +60,7 @@ def train_together(stage: nn.Module, mesh: Any) -> list[float]:
     place = hvd.rank() % 4
     is_first = hvd.rank() < 4
     partner = (hvd.rank() + 4) % 8
-    optimizer = torch.optim.Adam(stage.parameters(), 1e-2, foreach=False)
+    optimizer = sharding.local_step(torch.optim.Adam(stage.parameters(), 1e-2, foreach=False))
     mine = slice(place * SHARE, (place + 1) * SHARE)
     losses = []
     for step in range(STEPS):
