@@ -268,3 +268,26 @@ def test_a_printed_plan() -> None:
         f"a rank holds {found.memory} bytes of parameters, and receives {found.bytes} in a forward "
         "pass"
     )
+
+
+class OfManyWords(torch.nn.Module):
+    """A wide embedding, which is the output's weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(50304, 64)
+        self.inner = torch.nn.Linear(64, 64)
+
+    def forward(self, words: Any, target: Any) -> Any:
+        found = self.inner(self.words(words)) @ self.words.weight.t()
+        return torch.nn.functional.cross_entropy(found.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming"])
+def test_search_cuts_a_wide_embedding_by_rows(search: str) -> None:
+    words = torch.empty(8, 16, dtype=torch.int64, device="meta")
+    module = OfManyWords().to("meta")
+    found = sharding.plan(module, (words, words), mesh=Mesh(), search=search)
+    assert found["words"].strategy == ((8, 1), (1, 1)), found
+    assert found["words.weight"].strategy == ((8, 1),), found
+    assert found["cross_entropy_loss"].strategy == ((1, 8), (1,)), "no rank has all logits"

@@ -94,7 +94,7 @@ def shard(
             check_strategy(tuple(each for each in given if each is not None), f"{end} strategy")
             configured |= {f"{end}{i}": (cuts,) for i, cuts in enumerate(given) if cuts is not None}
     _check_target(fn_or_module)
-    if not hasattr(mesh, "get_group") and mesh is not None:
+    if mesh is not None and not callable(getattr(mesh, "size", None)):
         raise TypeError(f"mesh is a DeviceMesh, such as sharding.mesh() returns, not {mesh!r}")
     options = {
         "fully_use_devices": fully_use_devices, "search": search, "memory_limit": memory_limit,
