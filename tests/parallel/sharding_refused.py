@@ -22,7 +22,7 @@ def check_arguments_of_other_kinds() -> None:
 
     cut = {"": ((1, 1), (1, n))}
     assigned, sharded = part(strategies=cut), part(strategies=cut)
-    assigned.load_state_dict(torch.nn.Linear(WIDTH, WIDTH).state_dict(), assign=True)
+    assigned.weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
     distributed = distribute_tensor(whole_batch(), init_device_mesh("cpu", (n,)), [Shard(0)])
     limits = {"search": "dynamic_programming", "memory_limit": "1 GB"}
     for words, call in {
@@ -43,4 +43,24 @@ def check_arguments_of_other_kinds() -> None:
             raise AssertionError(words)
 
 
-CHECKS = [check_arguments_of_other_kinds]
+def check_whole_values_are_loaded() -> None:
+    """Each rank takes its part of a plain state dict, also of a model around the part."""
+    for assign in (False, True):
+        plain = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
+        hvd.broadcast_parameters(plain.state_dict(), 0)
+        model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
+        cut: Any = {"": ((1, 1), (1, hvd.size()))}
+        sharding.shard(model[0], example=own(whole_batch()), strategies=cut)
+        model.load_state_dict(plain.state_dict(), assign=assign)
+        assert model[0].weight.to_local().shape == (WIDTH // hvd.size(), WIDTH)
+        found, wanted = model(own(whole_batch())), plain(own(whole_batch()))
+        assert torch.allclose(found, wanted, atol=1e-5), assign
+        try:
+            model.load_state_dict({"0.weight": torch.ones(3, WIDTH)}, strict=False)
+        except RuntimeError as error:
+            assert "size mismatch for 0.weight" in str(error), error
+        else:
+            raise AssertionError("a weight of another shape was loaded")
+
+
+CHECKS = [check_whole_values_are_loaded, check_arguments_of_other_kinds]

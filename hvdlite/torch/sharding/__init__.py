@@ -18,6 +18,7 @@ output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
     collectives  what ranks exchange for it
     pieces       operators that are another computation on a part
     running      what `shard` returns
+    loading      whole tensors that are loaded into it
     steps        an optimizer's step over local tensors
     shares       a rank's share of the batch, at both ends of the part
     alltoalls    how DTensor cuts a tensor along another dimension

@@ -29,6 +29,7 @@ from hvdlite.torch.process_group.registration import init_process_group
 from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.collectives import MeshCollectives
 from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor, local_tensors
+from hvdlite.torch.sharding.loading import cut_what_is_loaded
 from hvdlite.torch.sharding.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import nearest_placements
@@ -113,6 +114,7 @@ def shard(
         # Last, so that a module whose plan was refused may be sharded with another one.
         setattr(fn_or_module, ORIGINAL, runner.call)
         fn_or_module.forward = runner.run
+        fn_or_module._register_load_state_dict_pre_hook(cut_what_is_loaded, with_module=True)
         return fn_or_module
 
     @functools.wraps(fn_or_module)
