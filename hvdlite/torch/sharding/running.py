@@ -114,7 +114,8 @@ def shard(
         # Last, so that a module whose plan was refused may be sharded with another one.
         setattr(fn_or_module, ORIGINAL, runner.call)
         fn_or_module.forward = runner.run
-        fn_or_module._register_load_state_dict_pre_hook(cut_what_is_loaded, with_module=True)
+        register: Any = fn_or_module._register_load_state_dict_pre_hook
+        register(cut_what_is_loaded, with_module=True)
         return fn_or_module
 
     @functools.wraps(fn_or_module)
