@@ -20,6 +20,19 @@ import hvdlite.torch as hvd
 from hvdlite.torch import sharding
 from hvdlite.torch.sharding.dtensor import DTensor, Replicate, distribute_tensor, placement_types
 
+
+class Decaying(torch.optim.SGD):
+    """Notes in its groups how many steps it has made."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.sub_(parameter.grad * (group["lr"] / group["steps"]))
+
+
 SHARE, WIDTH, STEPS = 4, 8, 4
 Partial: Any = getattr(placement_types, "Partial", None) or placement_types._Partial
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -35,6 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nadam": lambda p: torch.optim.NAdam(p, 0.01),
     "radam": lambda p: torch.optim.RAdam(p, 0.01),
     "asgd": lambda p: torch.optim.ASGD(p, 0.01),
+    "decaying": lambda p: Decaying(p, 0.05),
     "rprop": lambda p: torch.optim.Rprop(p, 0.01),
 }
 
@@ -214,8 +228,10 @@ def check_summands() -> None:
     for prepare in (lambda each: each, sharding.local_step):
         weight = torch.nn.Parameter(distribute_tensor(whole.clone(), mesh, [Replicate()]))
         share = torch.full((6,), float(hvd.rank() + 1))
+        square = weight.square().sum()
         weight.grad = DTensor.from_local(share, mesh, [Partial()])
         prepare(torch.optim.SGD([weight], 1.0)).step()
+        expect("modified by an inplace operation", square.backward, RuntimeError)
         found.append(weight.to_local().detach())
     assert torch.equal(found[1], whole - sum(range(1, hvd.size() + 1)))
     assert torch.equal(*found)
