@@ -73,7 +73,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = closure()
     parts: list[_Part] = []
     groups: list[State] = []
-    state: Any = _States(optimizer.state)
+    state = _States(optimizer.state)
     with torch.no_grad():
         for number, group in enumerate(optimizer.param_groups):
             groups.append({**group, "params": []})
@@ -81,6 +81,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
                 if parameter.grad is None:
                     continue
                 if not isinstance(parameter, DTensor):
+                    state.plain.add(id(parameter))
                     groups[-1]["params"].append(parameter)
                     continue
                 try:
@@ -88,11 +89,12 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
                 except _CutOtherwiseError as error:
                     raise ValueError(f"parameter {place} of group {number} {error}") from None
                 parts.append(part)
-                state[part.local] = part.state
+                if part.given:
+                    state[part.local] = dict(part.given)
                 groups[-1]["params"].append(part.local)
         step_over(optimizer, optimizer._base, groups, state)
         for part in parts:
-            part.publish(optimizer.state)
+            part.publish(state, optimizer.state)
     for group, stepped in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: value for name, value in stepped.items() if name != "params"})
     return loss
@@ -109,9 +111,13 @@ class _States(dict[Any, State]):
     def __init__(self, of_optimizer: Any) -> None:
         super().__init__()
         self._of_optimizer = of_optimizer
+        self.plain: set[int] = set()
 
-    def __missing__(self, parameter: Any) -> State:
-        found: State = self._of_optimizer[parameter]
+    def __missing__(self, tensor: Any) -> State:
+        if id(tensor) in self.plain:
+            plain: State = self._of_optimizer[tensor]
+            return plain
+        found = self[tensor] = {}
         return found
 
 
@@ -122,7 +128,7 @@ class _CutOtherwiseError(Exception):
 class _Part:
     """What this rank holds of one parameter, of its gradient and of its state, for one step."""
 
-    __slots__ = ("_given", "_parameter", "_shape", "local", "state")
+    __slots__ = ("_parameter", "_shape", "given", "local")
 
     def __init__(self, parameter: Any, states: Any) -> None:
         """Raise `_CutOtherwiseError` for state that is cut otherwise than the parameter."""
@@ -134,14 +140,17 @@ class _Part:
             gradient = gradient.redistribute(placements=parameter.placements)
         self.local = self._with_rows(held.detach())
         self.local.grad = self._with_rows(self._part(gradient, "gradient"))
-        self._given: State = {}
-        if parameter in states:
-            for name, value in states[parameter].items():
-                is_part = isinstance(value, DTensor) or (
-                    isinstance(value, torch.Tensor) and value.ndim > 0
-                )
-                self._given[name] = self._with_rows(self._part(value, name)) if is_part else value
-        self.state = dict(self._given)
+        # Every use of a tensor as a key takes a while.
+        known: State | None = states.get(parameter) if states else None
+        self.given = self._parts(known) if known else {}
+
+    def _parts(self, known: State) -> State:
+        return {
+            name: self._with_rows(self._part(value, name))
+            if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+            else value
+            for name, value in known.items()
+        }
 
     def _with_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that differs from a number that an optimizer keeps, such as of steps."""
@@ -157,12 +166,12 @@ class _Part:
             )
         return held
 
-    def publish(self, states: Any) -> None:
+    def publish(self, stepped: _States, states: Any) -> None:
         """Show the step outside: new state as DTensors, and a new version of the parameter."""
         # With it, backward through a graph from before the step is an error, as it always is.
         increment_version(self._parameter)
-        for name, value in self.state.items():
-            if name not in self._given or value is not self._given[name]:
+        for name, value in (stepped.get(self.local) or {}).items() if stepped else ():
+            if name not in self.given or value is not self.given[name]:
                 is_part = isinstance(value, torch.Tensor) and value.shape == self.local.shape
                 states[self._parameter][name] = (
                     wrapped(value.view(self._shape), self._parameter._spec) if is_part else value
