@@ -251,6 +251,8 @@ def check_refused() -> None:
     parameters = list(network.parameters())
     for make in (torch.optim.LBFGS, torch.optim.Adafactor):
         expect("each element on its own", lambda make=make: sharding.local_step(make(parameters)))
+    traced = torch.optim.SGD(parameters, 0.1, differentiable=True)
+    expect("differentiable=True", lambda: sharding.local_step(traced))
     scheduled = torch.optim.SGD(parameters, 0.1)
     torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.9)
     expect("before the scheduler", lambda: sharding.local_step(scheduled))

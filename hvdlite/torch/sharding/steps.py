@@ -34,7 +34,8 @@ def local_step(optimizer: T) -> T:
     copy of the optimizer steps as torch does.
 
     Raises `ValueError` for an optimizer that looks beyond one element (LBFGS, Adafactor, Muon
-    ...), for a `DistributedOptimizer`, and where something has replaced `step` already.
+    ...), for a `DistributedOptimizer`, for ``differentiable=True``, and where something has
+    replaced `step` already.
     """
     base = type(optimizer)
     if issubclass(base, _LocalStep):
@@ -49,6 +50,8 @@ def local_step(optimizer: T) -> T:
             f"step() of this {base.__name__} has been replaced, as a learning rate scheduler does: "
             "call local_step before the scheduler is made"
         )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("local_step has no gradient: differentiable=True needs torch's own step")
     check_elementwise(optimizer, base, _REMEDY)
     same = {"__doc__": base.__doc__, "__module__": base.__module__, "_base": base}
     optimizer.__class__ = type(base.__name__, (_LocalStep, base), same)
