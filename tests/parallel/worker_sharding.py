@@ -21,7 +21,7 @@ from hvdlite.common.layouts.layout import from_cuts
 from hvdlite.common.layouts.transfer import bytes_to_receive
 from hvdlite.torch import sharding
 from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor
-from tests.parallel import sharding_edges, sharding_refused, sharding_steps
+from tests.parallel import sharding_calls, sharding_edges, sharding_steps
 
 SHARE, WIDTH = 8, 16
 
@@ -297,7 +297,7 @@ if __name__ == "__main__":
     check_middle_operators()
     check_convolutions()
     check_inference(Path(sys.argv[1]))
-    for check in [*sharding_edges.CHECKS, *sharding_refused.CHECKS, *sharding_steps.CHECKS]:
+    for check in [*sharding_edges.CHECKS, *sharding_calls.CHECKS, *sharding_steps.CHECKS]:
         check()
     sharding_steps.check_another_layout(Path(sys.argv[1]))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a sharded part refuses in words of its own, and DTensor or Python would in theirs."""
+"""What a sharded part is given, by calls and state dicts, and what it refuses of that."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
+from hvdlite.torch.sharding import running
 from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor
-from tests.parallel.sharding_edges import WIDTH, own, whole_batch
+from tests.parallel.sharding_edges import SHARE, WIDTH, own, whole_batch
 
 
 def check_arguments_of_other_kinds() -> None:
@@ -63,4 +64,32 @@ def check_whole_values_are_loaded() -> None:
             raise AssertionError("a weight of another shape was loaded")
 
 
-CHECKS = [check_whole_values_are_loaded, check_arguments_of_other_kinds]
+def check_shapes_are_planned_once() -> None:
+    """A last batch and a growing sequence are planned when they come, and never again."""
+    made, plan = [], running.plan
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        return plan(*args, **options)
+
+    torch.manual_seed(5)
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    whole = torch.randn(SHARE * hvd.size(), 3, WIDTH)
+    shares = [own(whole)[:, :length] for length in (3, 1, 2, 3, 2, 1, 1)]
+    expected = [model(each).detach() for each in shares]
+    running.plan = counted
+    try:
+        sharding.shard(model, example=shares[0], strategies={"": ((1, 1, 1), (1, hvd.size()))})
+        found = [model(each) for each in shares]
+    finally:
+        running.plan = plan
+    assert len(made) == 3, len(made)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+CHECKS = [
+    check_shapes_are_planned_once,
+    check_whole_values_are_loaded,
+    check_arguments_of_other_kinds,
+]
