@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,3 +189,24 @@ def test_parameters_that_cannot_share_a_buffer_are_refused() -> None:
         FlatGradients([single, single])
     with pytest.raises(ValueError, match="at least one"):
         FlatGradients([])
+
+
+def test_a_buffer_takes_memory_as_gradients_move_into_it() -> None:
+    """A model needs no second copy of all its gradients."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    size = 64 * 2**20
+    parameters = [nn.Parameter(torch.ones(size // 8 // 4)) for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before = resident()
+    flat = FlatGradients(parameters)
+    assert flat.buffer.data_ptr() % ALIGNMENT_BYTES == 0
+    most = 0
+    for parameter in parameters:
+        most = max(most, resident() - before)
+        flat.adopt(parameter)
+    assert most < size // 2
+    assert flat.buffer.sum() == size // 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 # [Note: views and version counters]
@@ -65,7 +66,14 @@ class FlatLayout:
 
     def allocate(self) -> torch.Tensor:
         """Return a buffer of zeros, of shape ``(size,)``."""
-        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        if self.device.type != "cpu":
+            return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        # torch writes its zeros. Those of numpy take no memory before they are written, so that a
+        # model needs no second copy of its gradients while they move here one by one.
+        nbytes = self.size * self.dtype.itemsize
+        zeros = np.zeros(nbytes + ALIGNMENT_BYTES, np.uint8)
+        begin = -zeros.ctypes.data % ALIGNMENT_BYTES
+        return torch.from_numpy(zeros[begin : begin + nbytes]).view(self.dtype)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of `buffer` for each tensor, each with a version counter of its own."""
