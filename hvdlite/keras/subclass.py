@@ -43,7 +43,8 @@ class Distributed:
     def compression_state(self) -> dict[str, Any]:
         """Return what `compression` remembers on this rank, with numpy arrays, to be pickled.
 
-        Empty for a compressor that remembers nothing. It is no part of a saved model.
+        Empty for a compressor that remembers nothing. It is part of commits of an elastic
+        `KerasState`, and of no saved model.
         """
         return exchange_of(self).compression_state()
 

@@ -101,6 +101,31 @@ def test_fit_goes_on_from_the_state_of_each_rank(compressor: FeedbackCompressor)
 
 
 @every_compressor
+def test_a_restored_commit_has_what_was_not_sent(compressor: FeedbackCompressor) -> None:
+    def main(rank: int) -> Any:
+        model = keras.Sequential([keras.Input((24,)), keras.layers.Dense(40)])
+        optimizer = distributed(compressor)
+        optimizer.build(model.trainable_variables)
+        state = hvd.elastic.KerasState(model, optimizer, step=0)
+
+        def steps(first: int) -> list[Any]:
+            for step in range(first, first + 2):
+                gradients = [tensor(gradient(rank, step)), tensor(gradient(rank, step)[0])]
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return numpy_of(model.trainable_variables)
+
+        steps(0)
+        state.save()
+        once = steps(2)
+        state.restore()
+        return [*once, *steps(2)]
+
+    for result in run_ranks(2, main):
+        for once, again in zip(result[:2], result[2:], strict=True):
+            np.testing.assert_array_equal(once, again)
+
+
+@every_compressor
 def test_what_is_sent_and_what_is_left_are_all_gradients(compressor: FeedbackCompressor) -> None:
     steps = 3
 
