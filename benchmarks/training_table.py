@@ -1,4 +1,4 @@
-"""The table of training steps: each library beside another one, and beside no communication."""
+"""The table of training steps: each library beside another one, and beside no exchange."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from measuring import Spread, table
 def print_training(
     records: Sequence[Mapping[str, Any]],
     entries: Sequence[str],
-    alone: str,
+    floor: str,
     theirs: str,
     *ours: str,
 ) -> None:
     """Print a line for each network and number of ranks.
 
-    `alone` is the entry without communication; those of `ours` are compared with `theirs`.
+    `floor` is the entry without exchange; those of `ours` are compared with `theirs`, as whole
+    steps and by what of them is exposed: the step minus the floor.
     """
     lines: dict[tuple[str, int], dict[str, Spread]] = {}
     for record in sorted(records, key=lambda each: each["ranks"]):
@@ -26,19 +27,25 @@ def print_training(
     ours = tuple(entry for entry in ours if entry in entries)
     rows = []
     for (network, ranks), line in lines.items():
-        figures = [str(line[entry]) for entry in entries]
-        share = f"{1 - quotient(line, alone, theirs):.0%}" if {alone, theirs} <= line.keys() else ""
-        ratios = [
-            f"{quotient(line, entry, theirs):.2f}" if {entry, theirs} <= line.keys() else ""
-            for entry in ours
-        ]
-        rows.append([network, str(ranks), *figures, share, *ratios])
-    head = [f"communication of {theirs.partition(' ')[0]}"]
-    head += [f"{entry} / {theirs.partition(' ')[0]}" for entry in ours]
+        figures = [str(line[entry]) if entry in line else "" for entry in entries]
+        ratios = []
+        for entry in ours:
+            ratios.append(quotient(line, entry, theirs))
+            ratios.append(quotient(line, entry, theirs, floor))
+        rows.append([network, str(ranks), *figures, *ratios])
+    them = theirs.partition(" ")[0]
+    head = [text for entry in ours for text in (f"{entry} / {them}", "exposed / exposed")]
     print()
     print(table(["network", "ranks", *entries, *head], rows))
 
 
-def quotient(line: Mapping[str, Spread], entry: str, other: str) -> float:
-    """Return the time of a step relative to another's."""
-    return line[entry].median / line[other].median
+def quotient(line: Mapping[str, Spread], entry: str, other: str, floor: str | None = None) -> str:
+    """Return the time of a step relative to another's, both without the floor if it is given.
+
+    It is empty where an entry was left out, or where the other is within 2 % of the floor.
+    """
+    if not {entry, other, floor or entry} <= line.keys():
+        return ""
+    least = line[floor].median if floor else 0.0
+    theirs = line[other].median - least
+    return f"{(line[entry].median - least) / theirs:.2f}" if theirs > 0.02 * least else ""

@@ -7,10 +7,10 @@
 Needs the extra tensorflow. Each entry trains in jobs of its own, which are launched in turns; every
 rank has one computing thread. All train the same networks of Keras 3 on the same data:
 
-- "alone": a `tf.function` with a tape and an optimizer of Keras, without communication;
+- "floor": a `tf.function` with a tape and an optimizer of Keras, without exchange, and a barrier;
 - "MWMS": the same in ``strategy.run`` of `tf.distribute.MultiWorkerMirroredStrategy`, whose
   optimizer adds up the gradients. `Model.fit` of Keras 3 has no such strategy over several workers;
-- "hvdlite tape": the function of "alone" with a `DistributedGradientTape`;
+- "hvdlite tape": the function of "floor" with a `DistributedGradientTape`;
 - "hvdlite Keras": that function with a `DistributedOptimizer` of Keras.
 
 Prints a table (the median of the jobs, in brackets the least and the most of them), and writes all
@@ -35,9 +35,9 @@ from jobs import Record, add_job_options, finish, run_jobs
 from measuring import HVDLITE_RANKS, Ranks, Way, interleave, launched_rank, make_parser, parse
 from training_table import print_training
 
-ALONE, MWMS, TAPE = "alone", "MWMS", "hvdlite tape"
+FLOOR, MWMS, TAPE = "floor", "MWMS", "hvdlite tape"
 KERAS = "hvdlite Keras"
-ENTRIES = [ALONE, MWMS, TAPE, KERAS]
+ENTRIES = [FLOOR, MWMS, TAPE, KERAS]
 WARM_STEPS = 3
 MEETING_SECONDS = 60
 Task = tuple[Any, Any, Any]  # a network that gives logits, and the inputs and labels of a batch
@@ -193,7 +193,15 @@ def make_step(entry: str, task: Task, ranks: Ranks) -> Way:
     if isinstance(ranks, StrategyRanks):
         strategy = ranks.strategy
         return tf.function(lambda: strategy.run(step))  # type: ignore[no-any-return]
-    return tf.function(step)  # type: ignore[no-any-return]
+    compiled = tf.function(step)
+    if entry != FLOOR:
+        return compiled  # type: ignore[no-any-return]
+
+    def floor() -> None:
+        compiled()
+        ranks.barrier()
+
+    return floor
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -233,7 +241,7 @@ def measure(entry: str, network: str, ranks: Ranks, seconds: float) -> Record:
         step()
     (steps,) = interleave({entry: step}, seconds, ranks).values()
     variables = task[0].trainable_variables
-    if entry != ALONE:
+    if entry != FLOOR:
         check_same(entry, variables, ranks)
     nbytes = 4 * sum(int(np.prod(each.shape)) for each in variables)
     case = {"ranks": ranks.size, "network": network, "nbytes": nbytes, "entry": entry}
@@ -272,7 +280,7 @@ def main() -> None:
         rank_main(args)
         return
     records, left_out = run_jobs(__file__, args, sys.argv[1:])
-    print_training(records, args.entries, ALONE, MWMS, TAPE, KERAS)
+    print_training(records, args.entries, FLOOR, MWMS, TAPE, KERAS)
     finish(args.json, records, left_out)
 
 
