@@ -150,6 +150,7 @@ class LiveView:
         if self._page_listener is not None and page.asked > min(self._asked, default=0):
             loop = EventLoop()  # The handlers of the job are for a job that runs.
             server = HttpServer(loop, self._page_listener.dup(), page.find)
+            self.close()  # Who has just asked asks again.
             until = loop.now() + LINGER_SECONDS
             while (left := until - loop.now()) > 0:
                 loop.run_once(left)
