@@ -27,6 +27,7 @@ class OptimizerMixin(torch.optim.Optimizer):
     # Whether the step is followed by communication. The mixin calls `on_iteration_end` then.
     _communicates_after_step = False
     _trace_hooks: tuple[IterationHooks, ...] = ()
+    _after_step: tuple[Callable[[], None], ...] = ()
     _parameter_names: Any  # a dict of names by parameter
     # Compares the weights of all ranks after some steps, where the settings ask for it.
     _weights_check: WeightsCheck | None = None
@@ -42,8 +43,16 @@ class OptimizerMixin(torch.optim.Optimizer):
         finally:
             self._step_allowed = False
 
-    def _check_weights(self) -> None:
-        """Compare the weights of all ranks, if it is time to: a step has ended."""
+    def call_after_step(self, function: Callable[[], None]) -> None:
+        """Call `function` once, in the training thread, when the next step has ended."""
+        self._after_step = (*self._after_step, function)
+
+    def _end_step(self) -> None:
+        """Do what is due after a step: begin to count, or compare the weights of all ranks."""
+        if self._after_step:
+            due, self._after_step = self._after_step, ()
+            for function in due:
+                function()
         if self._weights_check is not None:
             from hvdlite.torch.weights import weights_of  # Most jobs never need it.
 

@@ -22,6 +22,7 @@ since each start waits for it.
 | missing MEMBERS [RANKS], fail TEXT RANK | came MEMBERS ROUND [RANKS]              |
 |                                         | withdrawn MEMBERS ROUND                 |
 | finished [RANKS] (with exit code 0)     |                                         |
+| order NUMBER LINE, count                | answer NUMBER LINE (connections/orders.py)    |
 | tell [NUMBERS] MESSAGE                  | said NUMBER MESSAGE, stopped NUMBER     |
 |                                         | silent NUMBER TEXT, closed NUMBER       |
 |                                         | leaving TEXT                            |
@@ -56,6 +57,7 @@ from hvdlite.launcher.agents.channel import (
     Channel,
 )
 from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
+from hvdlite.launcher.processes import rank_orders
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.signals import SignalInbox
 
@@ -76,6 +78,7 @@ class Agent:
         )
         self._handlers: dict[str, Callable[..., None]] = {
             "job": self._job, "part": self._part, "start": self._start, "signal": self._signal,
+            "order": self._order, "count": self._count,
         }  # fmt: skip
         self._ranks: dict[int, RankProcess] = {}
         self._number_of: dict[int, int] = {}  # Rank -> the process that is that rank now.
@@ -272,6 +275,12 @@ class Agent:
         for name in wanted or list(self._ranks):
             if name in self._ranks:
                 self._ranks[name].signal(number)
+
+    def _order(self, number: int, line: str) -> None:
+        rank_orders.give(self.folder.path, number, line)
+
+    def _count(self) -> None:
+        rank_orders.count(self.folder.path)
 
     # -- the end
 

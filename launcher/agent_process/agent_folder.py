@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 READ_BYTES = 1 << 16
 LIVE = "live"
-EVENTS = ("raised", "stall", LIVE)
+EVENTS = ("raised", "stall", "answer", LIVE)
 # The path of a Unix socket may have 107 bytes, and its name here has 8.
 LONGEST_PATH = 95
 

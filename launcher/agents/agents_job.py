@@ -57,6 +57,7 @@ class AgentsJob(FixedJob):
         self._meeting = MergedMeeting(options.size)
         self._finished: list[int] = []  # Ranks that ended with code 0, which agents do not know.
         self._started = False
+        self._counts = False  # Whether somebody looks.
         self._ending = False
         self._failing = False
         self._failure: JobOutcome | None = None
@@ -70,6 +71,7 @@ class AgentsJob(FixedJob):
             "started": self.first_failure.started.__setitem__, "output": self.output.feed,
             "raised": self._raised, "part": self._description.keep_answer, "exit": self._exit,
             "stall": lambda _, text: self.live.note(STALL, text),
+            "answer": self.live.orders.receive,
         }  # fmt: skip
 
     def _make_starter(self, environ: Mapping[str, str]) -> AgentStarter:
@@ -100,6 +102,8 @@ class AgentsJob(FixedJob):
 
     def _ready(self, agent: AgentConnection) -> None:
         agent.ready = True
+        if self._counts:
+            agent.send("count")
         agent.feed(self._description.messages_of_files(agent.host), lambda: self._supplied(agent))
 
     def _supplied(self, agent: AgentConnection) -> None:
@@ -167,6 +171,17 @@ class AgentsJob(FixedJob):
 
     def _live(self, agent: AgentConnection, lines: dict[int, str]) -> None:
         self.live.receive(agent.host.name, lines)
+
+    def order(self, number: int, line: str) -> str:
+        for agent in self._agents_of([number]):
+            agent.send("order", number, line)
+        return ""
+
+    def let_count(self) -> None:
+        self._counts = True
+        for agent in self.agents:
+            if agent.ready:
+                agent.send("count")
 
     def _exit(self, rank: int, code: int) -> None:
         self.first_failure.end(rank, code)

@@ -57,6 +57,7 @@ class HostAgents(Driving):
         # Those that are to end, each with the process groups that it must end first.
         self._leaving: dict[AgentConnection, list[int]] = {}
         self._tidying: list[LeadingProcess] = []
+        self._counts = False  # Whether somebody looks.
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._hello, "ready": self._ready, "refused": self._refused,
             "leaving": self._leaves, "live": self._live,
@@ -163,6 +164,8 @@ class HostAgents(Driving):
 
     def _ready(self, agent: AgentConnection) -> None:
         agent.ready = True
+        if self._counts:
+            agent.send("count")
         agent.feed(self._description.messages_of_files(agent.host), lambda: self._supplied(agent))
 
     def _supplied(self, agent: AgentConnection) -> None:
@@ -173,6 +176,13 @@ class HostAgents(Driving):
 
     def _leaves(self, agent: AgentConnection, why: str) -> None:
         self.driver.agent_leaving(agent.host.name, why, time.monotonic())
+
+    def let_count(self) -> None:
+        """Let all workers count from now on."""
+        self._counts = True
+        for agent in self._agents.values():
+            if agent.ready:
+                agent.send("count")
 
     def _live(self, agent: AgentConnection, lines: dict[int, str]) -> None:
         self._job.live.receive(agent.host.name, lines)

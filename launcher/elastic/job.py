@@ -67,6 +67,13 @@ class ElasticJob(Job):
     def keep_alive(self) -> None:
         self.agents.keep_alive()
 
+    def order(self, number: int, line: str) -> str:
+        self.agents.workers.order(number, line)
+        return ""
+
+    def let_count(self) -> None:
+        self.agents.let_count()
+
     # -- discovery
 
     def _discovered(self, hosts: dict[str, int]) -> None:

@@ -36,7 +36,7 @@ class WorkerProcesses:
         self._handlers: dict[str, Callable[..., None]] = {
             "started": self._started, "unable": self._unable, "output": self._output.feed,
             "raised": self._raised, "part": description.keep_answer, "exit": self._exit,
-            "stall": self._stall,
+            "stall": self._stall, "answer": job.live.orders.receive,
         }  # fmt: skip
         # What the driver is told as it is, with the time.
         self._events: dict[str, Callable[..., None]] = {
@@ -63,6 +63,11 @@ class WorkerProcesses:
     def signal(self, number: int, signal_number: int) -> None:
         if number in self._workers:
             self._workers[number].agent.send("signal", int(signal_number), [number])
+
+    def order(self, number: int, line: str) -> None:
+        """Give an order to a worker: see connections/orders.py."""
+        if number in self._workers:
+            self._workers[number].agent.send("order", number, line)
 
     def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
         by_agent: dict[AgentConnection, list[int]] = {}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions import termination_plan as ending
@@ -40,13 +43,14 @@ class Job(ABC):
         )  # fmt: skip
         self.loop = EventLoop()
         self.ending: Ending | None = None
-        self.live = LiveView(options.live, self.loop, self.say, self.output.console)
+        self.live = LiveView(options.live, self.loop, self.say, self.output.console, self)
 
     def run(self) -> JobOutcome:
         """Run to the end. When this returns, no process and no file of the job is left."""
         try:
             with self.signals:
                 self.loop.listen(self.signals.fileno(), self.signals.drain)
+                self.live.serve(self._about())
                 self.start()
                 while self.running():
                     self._turn()
@@ -61,6 +65,13 @@ class Job(ABC):
             self.live.close()
             self.loop.close()
             self.output.close()
+
+    def _about(self) -> dict[str, Any]:
+        """Tell which job this is, for those who look at it."""
+        return {
+            "pid": os.getpid(), "command": list(self.options.command), "directory": os.getcwd(),
+            "ranks": self.options.num_proc, "started": time.time(),
+        }  # fmt: skip
 
     def _turn(self) -> None:
         """Wait for what comes next, and do what is due."""
@@ -98,6 +109,14 @@ class Job(ABC):
     @abstractmethod
     def keep_alive(self) -> None:
         """Do what may not wait while nobody reads the launcher's output."""
+
+    @abstractmethod
+    def order(self, number: int, line: str) -> str:
+        """Give an order to a process, if it listens; return why that cannot be, or ""."""
+
+    @abstractmethod
+    def let_count(self) -> None:
+        """Let all ranks count from now on, also those that are not started yet."""
 
     @abstractmethod
     def next_plan(self, now: float) -> ending.Plan | None:

@@ -7,5 +7,7 @@ prometheus   the numbers in the format of Prometheus (--metrics-port)
 table        the job as a table for a terminal (--live)
 history      what the ranks have done since the job began; pure
 page         the job as a page of a browser (--live-page, --live-report)
+viewer       what a person does with the table: chooses a rank, and asks by keys
+keyboard     keys of a terminal
 live_view    holds these together for one job
 """

@@ -8,18 +8,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address
 from hvdlite.common.connections.http_server import Content, HttpServer, Request
 from hvdlite.launcher.command_line.live_options import LiveOptions
 from hvdlite.launcher.live.job_view import JobView
+from hvdlite.launcher.live.keyboard import Keyboard
 from hvdlite.launcher.live.prometheus import CONTENT_TYPE, PrometheusPage
 from hvdlite.launcher.live.snapshot import Snapshot, snapshot
 from hvdlite.launcher.live.table import check_rich, lines_of
+from hvdlite.launcher.live.viewer import Viewer
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.questions.asking import Asking
+from hvdlite.launcher.questions.requests import Requests
+from hvdlite.launcher.questions.service import LocalService
 
 if TYPE_CHECKING:
     from hvdlite.launcher.live.page import LivePage
@@ -30,6 +35,16 @@ METRICS_PATHS = ("/", "/metrics")
 EVERY_ADDRESS = ("0.0.0.0", "::")
 # A page asks each second. If one has asked of late, it is answered for so long after the end.
 LINGER_SECONDS = 1.5
+
+
+class WayDown(Protocol):
+    """How the ranks of a job are reached; see `Job`."""
+
+    def order(self, number: int, line: str) -> str:
+        """Give an order to a process, if it listens; return why that cannot be, or ""."""
+
+    def let_count(self) -> None:
+        """Let all ranks count from now on, also those that are not started yet."""
 
 
 class LiveView:
@@ -44,10 +59,17 @@ class LiveView:
         loop: EventLoop,
         say: Callable[[str], None],
         console: Console,
+        way: WayDown | None = None,
     ) -> None:
         """Begin to serve. Raises `ConfigError` where that cannot be."""
         self.job = JobView()
-        self._loop, self._say, self._console = loop, say, console
+        self._loop, self._say, self._console, self._way = loop, say, console, way
+        self._names = self._counts = options.counts
+        self.orders = Asking(loop, way.order if way is not None else lambda number, line: "")
+        self._requests = Requests(self.job, self.orders, self.look)
+        self._service: LocalService | None = None
+        self._viewer: Viewer | None = None
+        self._keyboard: Keyboard | None = None
         self._shown = options.show and self._can_show()
         self._servers: list[HttpServer] = []
         self._page: LivePage | None = None
@@ -94,11 +116,31 @@ class LiveView:
             self._say(f"page at {_url(address, listener)}/{page.token}/")
         return page
 
+    def serve(self, about: Mapping[str, Any]) -> None:
+        """Let `hvdlite-top` ask from now on, and the terminal by keys; the job is begun."""
+        self._requests.about = dict(about)
+        self._service = LocalService(self._loop, self._requests.make)
+        if self._shown:
+            viewer = Viewer(self._requests.make, self._draw_again)
+            keyboard = Keyboard(self._loop, viewer.press, left=self._erase)
+            if keyboard.start():
+                self._viewer, self._keyboard = viewer, keyboard
+
+    def look(self) -> Snapshot:
+        """Return the job as it is now; the ranks count from the first call on."""
+        if not self._counts and self._way is not None:
+            self._counts = True
+            self._way.let_count()
+            self._loop.call_after(LOOK_SECONDS, self._look)
+        return snapshot(self.job, self._loop.now(), time.time())
+
     def _look(self) -> None:
         self._loop.call_after(LOOK_SECONDS, self._look)
         straggler = self.job.look(self._loop.now())
-        if straggler is not None:
+        if straggler is not None and self._names:  # Else it is told to who looks.
             self._say(straggler.text)
+        if self._keyboard is not None:
+            self._keyboard.look()
         if not self._shown and self._page is None:
             return
         now = snapshot(self.job, self._loop.now(), time.time())
@@ -115,9 +157,21 @@ class LiveView:
             self._page = None
             self._say(f"--live-page: the page stays as it is: {error}")
 
-    def _draw(self, now: Snapshot) -> None:
+    def _erase(self) -> None:
+        self._console.show(STREAM, ())
+
+    def _draw_again(self) -> None:
+        if self._shown:
+            self._draw(self.look())
+
+    def _draw(self, job: Snapshot) -> None:
+        viewer, panel = self._viewer, list[str]()
+        if viewer is not None:
+            viewer.job, panel = job, [*viewer.panel, viewer.help]
         try:
-            lines = lines_of(now, *self._console.size(STREAM))
+            size = self._console.size(STREAM)
+            chosen = None if viewer is None else viewer.chosen
+            lines = lines_of(job, *size, chosen=chosen, panel=panel)
         except Exception as error:  # Such as a terminal that is gone: no reason to end a training.
             self._shown, lines = False, []
             self._say(f"--live: the table ends: {error}")
@@ -170,7 +224,11 @@ class LiveView:
     def close(self) -> None:
         """Serve no longer; idempotent."""
         self._shown = False
-        self._console.show(STREAM, ())
+        self._erase()
+        if self._keyboard is not None:
+            self._keyboard.close()
+        if self._service is not None:
+            self._service.close()
         for server in self._servers:
             server.close()
 

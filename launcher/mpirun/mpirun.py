@@ -26,6 +26,7 @@ from hvdlite.launcher.mpirun.mpi import OPENMPI, SLURM, Mpi
 from hvdlite.launcher.mpirun.pipes import Pipes
 from hvdlite.launcher.mpirun.rank_shell import RankShell
 from hvdlite.launcher.mpirun.user_arguments import binds_ranks, parameter_given, places_ranks
+from hvdlite.launcher.processes import rank_orders
 from hvdlite.launcher.processes.output import STREAMS
 from hvdlite.launcher.processes.signals import die_with_parent
 
@@ -177,6 +178,15 @@ class MpirunJob(FixedJob):
 
     def keep_alive(self) -> None:
         pass
+
+    def order(self, number: int, line: str) -> str:
+        if number not in self.first_failure.here:
+            return f"rank {number} is on another host, where {self.name} takes no orders to"
+        rank_orders.give(self.folders.temporary, number, line)
+        return ""
+
+    def let_count(self) -> None:
+        rank_orders.count(self.folders.temporary)
 
     # -- the end
 

@@ -115,6 +115,8 @@ class Pipes:
         rank = int(words[1])
         if words[0] == "live":
             self.job.live.receive(self._host_of(rank), {rank: " ".join(words[2:])})
+        elif words[0] == "answer":
+            self.job.live.orders.receive(rank, " ".join(words[2:]))
         elif words[0] == "stall":
             self.job.live.note(STALL, " ".join(words[2:]))
         self.first_failure.receive(words[0], rank, words[2:])

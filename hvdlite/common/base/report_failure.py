@@ -15,6 +15,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
@@ -112,6 +113,7 @@ STANDARD_ERROR = "-"
 LOG_LEVELS = ("HVDLITE_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
 LONGEST_SHOWN = 7  # Lines of the traceback of a forgotten `init`, after its title.
 LONGEST_TEXT = 600  # A line of so many characters is written to a pipe as a whole, or not at all.
+WRITE_AGAIN_SECONDS = 0.005
 LONGEST_REASON = 300  # In an error of each other rank, which may quote it again.
 
 # What other ranks say of this one, by `reason_of_end`; the last one counts.
@@ -197,10 +199,11 @@ def launcher_pipe() -> str | None:
     return events[2] if len(events) == 3 else None
 
 
-def tell_launcher(event: str, text: str) -> None:
+def tell_launcher(event: str, text: str, *, seconds: float = 0.0) -> None:
     """Write a line of an `event` of this rank to the launcher's pipe; without effect if it is gone.
 
-    A line of up to 4096 bytes is written as a whole, or, where the pipe is full, not at all.
+    A line of up to 4096 bytes is written as a whole, or, where the pipe is full, not at all: after
+    some tries, if it may take so many `seconds`.
     """
     token, rank, path = os.environ[EVENTS_VARIABLE].split(" ", 2)
     data = f"{token} {event} {rank} {text}\n".encode(errors="backslashreplace")
@@ -210,9 +213,21 @@ def tell_launcher(event: str, text: str) -> None:
             return
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         try:
-            os.write(pipe, data)
+            _write_line(pipe, data, seconds)
         finally:
             os.close(pipe)
+
+
+def _write_line(pipe: int, data: bytes, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            os.write(pipe, data)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(WRITE_AGAIN_SECONDS)
 
 
 def reason_of_end() -> str:

@@ -14,6 +14,7 @@ import os
 import resource
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -27,6 +28,8 @@ from hvdlite.common.runtime.current import this_process
 from hvdlite.common.runtime.runtime import Runtime
 
 PERIOD_SECONDS = 1.0
+MOST_RUNS = 2048  # That are remembered.
+MOST_SHOWN, MOST_NAMES = 10, 20  # Of the runs of one tensor, and of other names.
 PROBE_LOOPS = 2000  # Some 40 us of Python.
 PROBES_KEPT = 5  # The fastest one counts: the others were disturbed.
 OF_STEPS = (
@@ -43,8 +46,8 @@ OF_COLLECTIVES = (
 class Counts(Following):
     """The counts of one rank, from world to world of an elastic job."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        """Begin to count; the launcher is told where the settings say so."""
+    def __init__(self, runtime: Runtime, *, between_steps: bool = False) -> None:
+        """Begin to count; steps of a trainer that has begun one after it if `between_steps`."""
         super().__init__(runtime)
         self._lock = threading.Lock()  # Guards the sums.
         self._sums: dict[str, float] = dict.fromkeys(OF_STEPS, 0)
@@ -54,9 +57,22 @@ class Counts(Following):
         self._longest = (0.0, "")  # The longest wait since the last line, and for which tensor.
         self._process = ProcessFacts()
         self._stopping = threading.Event()
-        self._begin()
-        if runtime.config.live and launcher_pipe() is not None:
+        self._runs: deque[SegmentRun] = deque(maxlen=MOST_RUNS)
+        self._stepped = threading.Event()
+        self._tells = False
+        self._begin(between_steps=between_steps)
+
+    def tell_launcher(self) -> None:
+        """Tell the launcher from now on, where there is one; idempotent."""
+        with self._lock:
+            begins, self._tells = not self._tells and launcher_pipe() is not None, True
+        if begins:
             threading.Thread(target=self._tell, name="hvdlite-live", daemon=True).start()
+
+    @property
+    def runtime(self) -> Runtime:
+        """The rank, in the world in which it is now."""
+        return self._runtime
 
     @property
     def steps(self) -> int:
@@ -85,6 +101,7 @@ class Counts(Following):
             sums[1] += len(run.names)
             sums[2] += run.bytes
             sums[3] += run.end - run.start
+        self._runs.append(run)
         if not self._assign(run):
             waited = self._wait_of(run, self._waited_until)
             with self._lock:
@@ -121,6 +138,7 @@ class Counts(Following):
             sums["exchange_waited_seconds_total"] += max(end - ready - own, 0.0)
             sums["peers_waited_seconds_total"] += waited
             sums["samples_total"] += samples
+        self._stepped.set()
 
     # -- who asks
 
@@ -141,6 +159,34 @@ class Counts(Following):
         if worker is not None:
             found |= {"world": worker.epoch, "commit": worker.commit}
         return found | self._process.values()
+
+    def wait_for_steps(self, steps: int, seconds: float) -> int:
+        """Return when so many more steps have ended, or after so long without one; how many did."""
+        first = self.steps
+        while self.steps - first < steps:
+            self._stepped.clear()
+            if self.steps - first < steps and not self._stepped.wait(seconds):
+                break
+        return self.steps - first
+
+    def history(self, wanted: str) -> dict[str, Any]:
+        """Return what was run of a tensor of late, on the clock of rank 0.
+
+        ``{name, runs: [[ready, start, end, bytes, tensors]], others}``: when this rank was ready,
+        when the exchange began and ended, and what was exchanged together. The name may lack its
+        collective. Without a tensor of the name, `others` are names that contain it.
+        """
+        runs, shift = list(self._runs), self._runtime.engine.clock_offset_seconds
+        names = dict.fromkeys(name for run in reversed(runs) for name in run.names)
+        name = next((each for each in names if wanted in (each, each.partition(".")[2])), None)
+        if name is None:
+            others = [each for each in names if wanted in each][:MOST_NAMES]
+            return {"name": "", "runs": [], "others": others}
+        found = [run for run in runs if name in run.names][-MOST_SHOWN:]
+        return {"name": name, "others": [], "runs": [
+            [(run.ready or run.start) + shift, run.start + shift, run.end + shift, run.bytes,
+             len(run.names)] for run in found
+        ]}  # fmt: skip
 
     def _tell(self) -> None:
         """Send a line a second; where lines are a host's standard error, one of all its ranks."""

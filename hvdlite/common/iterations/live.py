@@ -1,15 +1,17 @@
 """The counts of this rank while it runs: `hvd.metrics()` and `hvd.progress()`.
 
 Nothing is counted before somebody asks: by ``HVDLITE_LIVE=1``, which `hvdlite-run
---metrics-port` sets, or by the first `metrics()`.
+--metrics-port` sets, by the first `metrics()`, or by `hvdlite-top`.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
+from hvdlite.common.base.report_failure import launcher_pipe
 from hvdlite.common.iterations.trace import Following, trace_by_setting
-from hvdlite.common.runtime.current import current
+from hvdlite.common.runtime.current import current, this_process
 from hvdlite.common.runtime.recording import Trainers
 from hvdlite.common.runtime.runtime import Runtime
 
@@ -17,13 +19,20 @@ if TYPE_CHECKING:
     from hvdlite.common.iterations.counts import Counts
 
 
-def counts_of(runtime: Runtime) -> Counts:
-    """Return the counts of a rank, which begin with the first call."""
+_lock = threading.Lock()  # Guards the beginning of counts.
+
+
+def counts_of(runtime: Runtime, *, between_steps: bool = False) -> Counts:
+    """Return the counts of a rank, which begin with the first call.
+
+    With `between_steps` a thread that does not train may call.
+    """
     from hvdlite.common.iterations.counts import Counts
 
     trainers = runtime.trainers
-    if trainers.counts is None:
-        trainers.counts = Counts(runtime)
+    with _lock:
+        if trainers.counts is None:
+            trainers.counts = Counts(runtime, between_steps=between_steps)
     assert isinstance(trainers.counts, Counts)
     return trainers.counts
 
@@ -38,9 +47,20 @@ def traces_of_loops() -> list[Following]:
     return [trace for trace in found if isinstance(trace, Following)]
 
 
+def _own_runtime() -> Runtime:
+    runtime = this_process.runtime
+    if runtime is None:
+        raise RuntimeError("hvdlite is not initialized in this rank now")
+    return runtime
+
+
 def _begin_by_setting(runtime: Runtime) -> None:
     if runtime.config.live:
-        counts_of(runtime)
+        counts_of(runtime).tell_launcher()
+    if launcher_pipe() is not None:
+        from hvdlite.common.iterations.orders import obey_launcher
+
+        obey_launcher(lambda: counts_of(_own_runtime(), between_steps=True))
 
 
 Trainers.on_begin.append(_begin_by_setting)

@@ -50,6 +50,9 @@ class Trainer(Protocol):
     def gradient_names(self) -> Collection[str]:
         """Return the names under which its gradients are reduced; asked after each step."""
 
+    def call_after_step(self, function: Callable[[], None]) -> None:
+        """Call `function` once, in the training thread, when the next step has ended."""
+
 
 class Following:
     """Follows all trainers of this rank, and hands over each finished iteration by `_put`."""
@@ -65,9 +68,13 @@ class Following:
         # Ends the observation of the engine of this world.
         self._stop_observing: Callable[[], None] = lambda: None
 
-    def _begin(self) -> None:
+    def _begin(self, *, between_steps: bool = False) -> None:
+        """Follow all trainers, or each from the end of its next step on if `between_steps`.
+
+        Another thread than that which trains must not change the hooks within a step.
+        """
         self._stop_observing = self._runtime.engine.observe(self._on_run)
-        self._runtime.trainers.add(self)
+        self._runtime.trainers.add(self, between_steps=between_steps)
 
     def _end(self) -> None:
         self._runtime.trainers.remove(self)

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -59,13 +60,16 @@ class Trainers:
         for trace in traces:
             trace.follow(trainer)
 
-    def add(self, trace: TraceLike) -> None:
-        """Register a trace, and let it follow all trainers."""
+    def add(self, trace: TraceLike, *, between_steps: bool = False) -> None:
+        """Register a trace, and let it follow all trainers, or each one after its next step."""
         with self._lock:
             self._traces.append(trace)
             trainers = list(self._trainers)
         for trainer in trainers:
-            trace.follow(trainer)
+            if between_steps:
+                trainer.call_after_step(partial(trace.follow, trainer))
+            else:
+                trace.follow(trainer)
 
     def enter(self, runtime: Any) -> None:
         """Let all traces go on in the world of `runtime`. Raises `OSError`."""
@@ -116,15 +120,19 @@ class Recording:
         # also where their rank is dead and another one has its number.
         self._epoch = 0
 
-    def start(self, path: str, mark_cycles: bool) -> None:
-        """Record to a file from now on, if this is a rank that does. Raises `OSError`."""
+    def start(self, path: str, mark_cycles: bool) -> str:
+        """Record to a file from now on, if this is a rank that does; return its name.
+
+        Raises `OSError`.
+        """
         self._wanted = path, mark_cycles
         if not self._all_ranks and self.timeline.rank != 0:
-            return
+            return ""
         file = path_of_rank(path, self.timeline.rank) if self._all_ranks else path
         if not self.timeline.records_to(file):
             file = self.new_file(path, of_rank=self._all_ranks)
         self.timeline.record_to(file, mark_cycles)
+        return file
 
     def new_file(self, path: str, *, of_rank: bool) -> str:
         """Return the name of a file that this rank may write, with its number if `of_rank`.

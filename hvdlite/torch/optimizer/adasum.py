@@ -58,7 +58,7 @@ class AdasumMixin(OptimizerMixin):
         with torch.no_grad():
             self._combine(starts)
         self._end_iteration()
-        self._check_weights()
+        self._end_step()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # The wrapped step calls the user's hooks.

@@ -82,7 +82,7 @@ class ReducingMixin(OptimizerMixin):
                 result = _fused_step(self)
             else:
                 result = super().step(*arguments, **options)
-        self._check_weights()
+        self._end_step()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # The wrapped step calls the user's hooks.

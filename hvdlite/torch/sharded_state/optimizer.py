@@ -60,7 +60,7 @@ class ShardingMixin(ReducingMixin):
             with self._allow_step():
                 _sharded_step(self)
             exchange.gather_parameters()
-        self._check_weights()
+        self._end_step()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # `_sharded_step` calls the user's hooks.

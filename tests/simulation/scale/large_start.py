@@ -279,7 +279,7 @@ class Launcher(Driving):
         nothing = lambda *_: None  # noqa: E731
         options = SimpleNamespace(command=["python", "train.py"], as_horovod=False)
         output = SimpleNamespace(feed=nothing, begin=nothing, end=lambda number: None)
-        live = SimpleNamespace(note=nothing)
+        live = SimpleNamespace(note=nothing, orders=SimpleNamespace(receive=nothing))
         job: Any = SimpleNamespace(options=options, output=output, live=live)
         description: Any = SimpleNamespace(keep_answer=nothing)
         self.workers = worker_processes.WorkerProcesses(job, description, self.driver)

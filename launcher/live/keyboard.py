@@ -1,0 +1,139 @@
+"""Keys of a terminal, one at a time, while this process is in its foreground.
+
+The terminal gives lines to programs. Here it gives each key (cbreak); Ctrl-C and Ctrl-Z remain
+signals. It is as before when this process ends, in whichever way it can act on, and while it is
+suspended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Callable
+from typing import Any
+
+from hvdlite.launcher.processes.event_loop import EventLoop
+
+READ_BYTES = 1024
+UP, DOWN, ENTER, ESCAPE, ERASE = "up", "down", "enter", "escape", "erase"
+SEQUENCES = {
+    "\x1b[A": UP, "\x1b[B": DOWN, "\x1bOA": UP, "\x1bOB": DOWN, "\x1b": ESCAPE, "\r": ENTER,
+    "\n": ENTER, "\x7f": ERASE, "\b": ERASE,
+}  # fmt: skip
+# Those by which the kernel stops a process that reads from a terminal in the background, or sets
+# it, as nobody may stop a training who types a command to a shell.
+STOPS = (signal.SIGTTIN, signal.SIGTTOU)
+
+
+def keys_in(text: str) -> list[str]:
+    """Return the keys of what a terminal has sent; sequences that mean nothing here are skipped."""
+    keys = []
+    while text:
+        found = next((each for each in SEQUENCES if text.startswith(each)), None)
+        if found == "\x1b" and text[1:2] in ("[", "O") and len(text) > 2:
+            end = next((n for n, each in enumerate(text[2:], 2) if "@" <= each <= "~"), len(text))
+            text = text[end + 1 :]
+            continue
+        if found is not None:
+            keys.append(SEQUENCES[found])
+            text = text[len(found) :]
+        else:
+            if text[0].isprintable():
+                keys.append(text[0])
+            text = text[1:]
+    return keys
+
+
+class Keyboard:
+    """Calls ``pressed(key)`` in the loop; `left` and `back` before and after a suspension."""
+
+    def __init__(
+        self, loop: EventLoop, pressed: Callable[[str], None], *,
+        left: Callable[[], None] = lambda: None, back: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._loop, self._pressed, self._left, self._back = loop, pressed, left, back
+        self._fd = -1
+        self._saved: list[Any] | None = None  # Of the terminal, as it was before.
+        self._active = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def start(self) -> bool:
+        """Begin; return whether there are keys: standard input is a terminal."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        try:
+            self._fd = sys.stdin.fileno()
+            self._saved = termios.tcgetattr(self._fd)
+        except (OSError, ValueError, AttributeError, termios.error):
+            self._fd = -1
+            return False
+        for number in STOPS:
+            self._previous[number] = signal.signal(number, signal.SIG_IGN)
+        self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
+        atexit.register(self.close)
+        self.look()
+        return True
+
+    def look(self) -> None:
+        """Look, now and then, whether this process has come to the foreground, or left it."""
+        if self._fd < 0:
+            return
+        try:
+            here = os.tcgetpgrp(self._fd) == os.getpgrp()
+        except OSError:  # The terminal is gone.
+            here = False
+        if here and not self._active:
+            with contextlib.suppress(termios.error):
+                tty.setcbreak(self._fd, termios.TCSANOW)
+                self._loop.listen(self._fd, self._read)
+                self._active = True
+        elif not here and self._active:
+            self._loop.forget(self._fd)
+            self._active = False  # What the terminal is like is another program's affair.
+
+    def _read(self, fd: int) -> None:
+        self.look()
+        if not self._active:
+            return
+        try:
+            data = os.read(fd, READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:  # The terminal is gone.
+            self._loop.forget(fd)
+            self._active, self._fd = False, -1
+            return
+        for key in keys_in(data.decode(errors="replace")):
+            self._pressed(key)
+
+    def _restore(self) -> None:
+        if self._active and self._saved is not None:
+            self._loop.forget(self._fd)
+            self._active = False
+            with contextlib.suppress(OSError, termios.error):
+                termios.tcsetattr(self._fd, termios.TCSADRAIN, self._saved)
+
+    def _suspend(self, number: int, _frame: object) -> None:
+        self._restore()
+        self._left()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        # From here on it goes on again.
+        signal.signal(number, self._suspend)
+        self.look()
+        self._back()
+
+    def close(self) -> None:
+        """Leave the terminal as it was; idempotent."""
+        self._restore()
+        self._fd = -1
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+        atexit.unregister(self.close)

@@ -1,0 +1,35 @@
+"""Gives orders to the ranks of this host, by named pipes in a folder that they know of.
+
+A rank makes its pipe in `init`: see hvdlite/common/connections/orders.py. Whoever gives an order
+never waits for a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from hvdlite.common.connections.orders import COUNT, PIPE_NAME, Order, pack_order
+
+
+def give(folder: str, rank: int, line: str) -> None:
+    """Give one order; without effect where the rank does not listen, or not fast enough."""
+    _write(os.path.join(folder, f"{PIPE_NAME}.{rank}"), line)
+
+
+def count(folder: str) -> None:
+    """Let all ranks count from now on, also those that have not come to `init` yet."""
+    with contextlib.suppress(OSError):
+        open(os.path.join(folder, COUNT), "wb").close()  # First, so that none is missed.
+        for name in os.listdir(folder):
+            if name.startswith(f"{PIPE_NAME}."):
+                _write(os.path.join(folder, name), pack_order(Order(0, COUNT)))
+
+
+def _write(path: str, line: str) -> None:
+    with contextlib.suppress(OSError):
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(pipe, f"{line}\n".encode())
+        finally:
+            os.close(pipe)

@@ -1,0 +1,99 @@
+"""The socket at which `hvdlite-top` asks a running job, by messages over a link of this user.
+
+ask NUMBER REQUEST ARGUMENTS ...    from the one who looks: see requests.py
+answer NUMBER DICT                  from the launcher
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hvdlite.common.base.errors import ConfigError, ProtocolError
+from hvdlite.common.connections.link import Link
+from hvdlite.common.connections.listener import Listener, Refusal
+from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.prove import FIRST_OWN, Claim, Party
+from hvdlite.launcher.questions import runtime_folder
+from hvdlite.launcher.questions.asking import Answer
+
+LAUNCHER, VIEWER = "launcher", "viewer"  # The ends of a connection.
+# The kernel tells that the other end is of this user; there is nothing else to prove.
+NO_SECRET = b"of this user"
+ASK, ANSWER = "ask", "answer"
+MOST_VIEWERS = 16
+MOST_BYTES = 4096  # Of a request.
+MOST_OPEN = 8  # Requests of one viewer that are not answered yet.
+MOST_QUEUED = 1 << 24  # Bytes that a viewer has not read.
+STRANGER_SECONDS = 5.0
+
+Make = Callable[[Sequence[Any], Callable[[Answer], None]], None]
+
+
+class LocalService:
+    """Serves `make`, the requests of one job; where it cannot listen, nobody can look."""
+
+    def __init__(self, loop: Loop, make: Make) -> None:
+        self._loop, self._make = loop, make
+        self._viewers: dict[Link, int] = {}  # With how many requests are open.
+        self._path = ""
+        self._listener: Listener | None = None
+        with contextlib.suppress(OSError, ConfigError):
+            listening, self._path = runtime_folder.publish()
+            self._listener = Listener(
+                loop, [listening], Party(NO_SECRET, LAUNCHER, VIEWER), self._accept,
+                judge=self._judge, same_user=True, most_strangers=MOST_VIEWERS,
+                stranger_seconds=STRANGER_SECONDS,
+            )  # fmt: skip
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody looks."""
+        return bool(self._viewers)
+
+    def _judge(self, _claim: Claim) -> Refusal | None:
+        if len(self._viewers) >= MOST_VIEWERS:
+            return Refusal(FIRST_OWN, f"{MOST_VIEWERS} others look at this job already")
+        return None
+
+    def _accept(self, _claim: Claim, connection: socket.socket) -> None:
+        link = Link(
+            self._loop, connection, most_bytes=MOST_BYTES,
+            received=lambda message, arrays: self._received(link, message),
+            ended=lambda reason: self._forget(link),
+        )  # fmt: skip
+        self._viewers[link] = 0
+
+    def _forget(self, link: Link) -> None:
+        self._viewers.pop(link, None)
+
+    def _received(self, link: Link, message: list[Any]) -> None:
+        match message:
+            case ["ask", int(number), *request] if self._viewers[link] < MOST_OPEN:
+                self._viewers[link] += 1
+                self._make(request, partial(self._answer, link, number))
+            case _:
+                raise ProtocolError("it asks too much, or what cannot be read")
+
+    def _answer(self, link: Link, number: int, answer: Answer) -> None:
+        if link not in self._viewers:
+            return
+        self._viewers[link] -= 1
+        if link.queued_bytes > MOST_QUEUED:
+            self._forget(link)
+            link.close()
+        else:
+            link.send(ANSWER, number, answer)
+
+    def close(self) -> None:
+        """Serve no longer; idempotent."""
+        if self._listener is not None:
+            runtime_folder.withdraw(self._path)
+            self._listener.close()
+            self._listener = None
+        for link in list(self._viewers):
+            link.close()
+        self._viewers.clear()

@@ -1,0 +1,147 @@
+"""The command line hvdlite-top."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.live.snapshot import Snapshot
+from hvdlite.launcher.live.table import check_rich, lines_of, printable
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.questions.requests import ABOUT, LOOK
+from hvdlite.launcher.top.connection import JobConnection, Unreachable, find_jobs
+from hvdlite.launcher.top.pages import JobPage, ListPage, Pages
+
+USAGE_CODE, NO_JOB_CODE = 2, 1
+ONCE_SECONDS = 6.0  # How long `--once` waits for ranks that have not told of steps yet.
+ONCE_SIZE = (120, 40)  # Where it is printed to no terminal.
+POLL_SECONDS = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show the running jobs of this user, and return the exit code.
+
+    That is 1 where there is none, and 2 for wrong usage.
+    """
+    parser = argparse.ArgumentParser(
+        prog="hvdlite-top", description="Show what the ranks of a running job do.",
+        epilog="Keys: arrows or a number choose a rank; s shows its stack, t the last calls of a "
+        "tensor; w writes a timeline of the next 10 steps; q quits.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--job", type=int, metavar="N", help="the job: its number in the list, or its process id"
+    )
+    parser.add_argument("--once", action="store_true", help="print one table, and end")
+    args = parser.parse_args(argv)
+    loop = EventLoop()
+    try:
+        check_rich("hvdlite-top")
+        return _main(args, loop)
+    except ConfigError as error:
+        print(f"hvdlite-top: {error}", file=sys.stderr)
+        return USAGE_CODE
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 128 + signal.SIGINT
+    finally:
+        loop.close()
+
+
+def _main(args: argparse.Namespace, loop: EventLoop) -> int:
+    jobs, said = running_jobs(loop)
+    for sentence in said:
+        print(f"hvdlite-top: {sentence}", file=sys.stderr)
+    if not jobs:
+        print("hvdlite-top: no job of yours runs by hvdlite-run on this host", file=sys.stderr)
+        return NO_JOB_CODE
+    chosen = _choose(jobs, args.job)
+    if args.once:
+        if chosen is None:
+            print("\n".join(spell_jobs(jobs)))
+            raise ConfigError(f"{len(jobs)} jobs run: choose one by --job")
+        return _print_once(chosen[0], loop)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("this is no terminal: --once prints one table")
+    return _show(jobs, chosen, loop)
+
+
+Job = tuple[JobConnection, dict[str, Any]]  # With what `about` answers.
+
+
+def running_jobs(loop: EventLoop) -> tuple[list[Job], list[str]]:
+    """Return the jobs that answer, the oldest first, and sentences about others."""
+    paths, said = find_jobs()
+    jobs: list[Job] = []
+    for path in paths:
+        try:
+            connection = JobConnection(loop, path)
+            jobs.append((connection, connection.ask_now([ABOUT])))
+        except Unreachable as error:
+            said.append(f"the job at {path} {error}")
+    return sorted(jobs, key=lambda job: (job[1]["started"], job[1]["pid"])), said
+
+
+def _choose(jobs: Sequence[Job], wanted: int | None) -> Job | None:
+    if wanted is None:
+        return jobs[0] if len(jobs) == 1 else None
+    for job in jobs:
+        if job[1]["pid"] == wanted:
+            return job
+    if 0 < wanted <= len(jobs):
+        return jobs[wanted - 1]
+    raise ConfigError(f"--job {wanted}: there is none:\n" + "\n".join(spell_jobs(jobs)))
+
+
+def spell_jobs(jobs: Sequence[Job]) -> list[str]:
+    """Return a line for each job."""
+    lines = []
+    for number, (_, about) in enumerate(jobs, 1):
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["started"]))
+        lines.append(
+            f"{number:>3}  pid {about['pid']:>7}  {about['ranks']:>5} ranks  since {began}  "
+            f"{printable(shlex.join(about['command']))}"
+        )
+    return lines
+
+
+def _print_once(connection: JobConnection, loop: EventLoop) -> int:
+    end = loop.now() + ONCE_SECONDS
+    while True:
+        try:
+            job = connection.ask_now([LOOK])
+        except Unreachable as error:
+            print(f"hvdlite-top: the job {error}", file=sys.stderr)
+            return NO_JOB_CODE
+        if _is_complete(job) or loop.now() >= end:
+            break
+        pause = loop.now() + POLL_SECONDS
+        while (left := pause - loop.now()) > 0:
+            loop.run_once(left)
+    columns, _ = shutil.get_terminal_size(ONCE_SIZE)
+    height = 2 * len(job["ranks"]) + ONCE_SIZE[1]
+    print("\n".join(lines_of(job, columns, height, share=1.0, color=sys.stdout.isatty())))
+    return 0
+
+
+def _is_complete(job: Snapshot) -> bool:
+    ranks = job["ranks"]
+    return len(ranks) >= job["job"]["ranks"] and all(rank["step"] is not None for rank in ranks)
+
+
+def _show(jobs: list[Job], chosen: Job | None, loop: EventLoop) -> int:
+    pages = Pages(loop)
+    first = ListPage(pages, [about for _, about in jobs], spell_jobs(jobs))
+    connections = [connection for connection, _ in jobs]
+    first.opened = lambda index: pages.turn_to(
+        JobPage(pages, connections[index], back=first if len(jobs) > 1 else None)
+    )
+    page = first if chosen is None else JobPage(
+        pages, chosen[0], back=first if len(jobs) > 1 else None
+    )  # fmt: skip
+    return pages.run(page)

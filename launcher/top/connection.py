@@ -1,0 +1,92 @@
+"""The running jobs of this user on this host, and the connection with one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlite.common.base.errors import ConfigError, HorovodVersionMismatchError
+from hvdlite.common.connections.address import Address
+from hvdlite.common.connections.dial import Failure, Limits, Refused, reach
+from hvdlite.common.connections.link import Link
+from hvdlite.common.connections.prove import Party
+from hvdlite.common.connections.strangers import why
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.questions import runtime_folder
+from hvdlite.launcher.questions.asking import Answer
+from hvdlite.launcher.questions.service import ASK, LAUNCHER, NO_SECRET, VIEWER
+
+REACH_SECONDS = 3.0
+MOST_BYTES = 1 << 26  # Of an answer: 16,384 ranks have some 6 MB.
+Done = Callable[[Answer], None]
+
+
+class Unreachable(Exception):  # noqa: N818 - the job is, and no error of ours
+    """A job that runs cannot be asked."""
+
+
+class JobConnection:
+    """Asks one job; ``ended(sentence)`` is called when that is over."""
+
+    def __init__(self, loop: EventLoop, path: str) -> None:
+        """Connect with the job whose socket is at `path`. Raises `Unreachable`."""
+        self.path = path
+        self.ended: Callable[[], None] = lambda: None
+        self._loop = loop
+        self._open: dict[int, Done] = {}
+        self._numbers = itertools.count(1)
+
+        def failed(failures: list[Failure]) -> None:
+            error = failures[-1].error
+            said = isinstance(error, (Refused, HorovodVersionMismatchError))
+            raise Unreachable(str(error) if said else why(error))
+
+        connection = reach(
+            loop, [Address(path=path)], Party(NO_SECRET, VIEWER, LAUNCHER), b"",
+            lambda: Limits(REACH_SECONDS, REACH_SECONDS), failed,
+        )  # fmt: skip
+        self._link = Link(
+            loop, connection, most_bytes=MOST_BYTES, ended=lambda reason: self.ended(),
+            received=lambda message, arrays: self._received(message),
+        )  # fmt: skip
+
+    def ask(self, request: Sequence[Any], done: Done) -> None:
+        """Call `done` with the answer; see requests.py."""
+        number = next(self._numbers)
+        self._open[number] = done
+        self._link.send(ASK, number, *request)
+
+    def ask_now(self, request: Sequence[Any]) -> Answer:
+        """Return the answer. Raises `Unreachable` without one within some seconds."""
+        answers: list[Answer] = []
+        self.ask(request, answers.append)
+        end = self._loop.now() + REACH_SECONDS
+        while not answers and self._link.open and (left := end - self._loop.now()) > 0:
+            self._loop.run_once(left)
+        if not answers:
+            raise Unreachable("does not answer" if self._link.open else "has ended")
+        return answers[0]
+
+    def _received(self, message: list[Any]) -> None:
+        match message:
+            case ["answer", int(number), dict(answer)] if number in self._open:
+                self._open.pop(number)(answer)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._link.close()
+
+
+def find_jobs() -> tuple[list[str], list[str]]:
+    """Return the sockets of running jobs, and why a folder was left out."""
+    found, refused = [], []
+    for folder in runtime_folder.folders():
+        try:
+            runtime_folder.check_folder(folder)
+            found += runtime_folder.remove_stale(folder)
+        except ConfigError as error:
+            refused.append(str(error))
+        except OSError:  # There is none, so no job listens there.
+            continue
+    return found, refused

@@ -1,0 +1,177 @@
+"""What hvdlite-top shows on the whole terminal: a list of jobs, or one of them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlite.launcher.live.keyboard import DOWN, ENTER, ESCAPE, UP, Keyboard
+from hvdlite.launcher.live.table import lines_of
+from hvdlite.launcher.live.viewer import Viewer
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.questions.asking import Answer
+from hvdlite.launcher.questions.requests import LOOK
+from hvdlite.launcher.top.connection import JobConnection
+from hvdlite.launcher.top.screen import Screen
+
+LOOK_SECONDS = 1.0
+
+
+class Page(ABC):
+    """One of them."""
+
+    @abstractmethod
+    def lines(self, columns: int, height: int) -> list[str]:
+        """Return at most `height` lines."""
+
+    @abstractmethod
+    def press(self, key: str) -> None:
+        """Take a key."""
+
+    def look(self) -> None:  # noqa: B027 - a page may have nothing to do
+        """Do what is due each second."""
+
+
+class Pages:
+    """Shows one page after the other, until one ends all."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self.loop = loop
+        self._screen = Screen()
+        self._keyboard = Keyboard(loop, self._press, left=self._screen.leave, back=self._come_back)
+        self._page: Page | None = None
+        self._over = False
+        self._last_words = ""
+
+    def run(self, page: Page) -> int:
+        """Show pages, first `page`; return the exit code."""
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+        signal.signal(signal.SIGWINCH, lambda *_: self.loop.post(self.draw))
+        try:
+            self._keyboard.start()
+            self._screen.enter()
+            self.turn_to(page)
+            self.loop.call_after(LOOK_SECONDS, self._look)
+            while not self._over:
+                self.loop.run_once()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._keyboard.close()
+            self._screen.leave()
+        if self._last_words:
+            print(self._last_words)
+        return 0
+
+    def turn_to(self, page: Page) -> None:
+        """Show another page."""
+        self._page = page
+        page.look()
+        self.draw()
+
+    def end(self, last_words: str = "") -> None:
+        """Show nothing any more, and print `last_words`."""
+        self._over, self._last_words = True, last_words
+
+    def draw(self) -> None:
+        """Show what is to be shown now."""
+        if self._page is not None and not self._over:
+            columns, height = self._screen.size()
+            self._screen.draw(self._page.lines(columns, height)[:height])
+
+    def _look(self) -> None:
+        self.loop.call_after(LOOK_SECONDS, self._look)
+        self._keyboard.look()
+        if self._page is not None:
+            self._page.look()
+
+    def _press(self, key: str) -> None:
+        if self._page is not None:
+            self._page.press(key)
+
+    def _come_back(self) -> None:
+        self._screen.enter()
+        self.draw()
+
+
+class ListPage(Page):
+    """The running jobs, of which one can be opened."""
+
+    def __init__(self, pages: Pages, jobs: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
+        self.opened: Callable[[int], None] = lambda index: None
+        self._pages, self._jobs, self._lines = pages, jobs, lines
+        self._at = 0
+
+    def lines(self, columns: int, height: int) -> list[str]:
+        first = max(0, self._at - max(height - 4, 1))
+        shown = [
+            f"\x1b[7m{line[: columns - 1]}\x1b[m" if number == self._at else line[: columns - 1]
+            for number, line in enumerate(self._lines)
+        ][first:]
+        return ["running jobs (arrows or a number, Enter; q: quit)"[: columns - 1], "", *shown]
+
+    def press(self, key: str) -> None:
+        if key in (UP, "k"):
+            self._at = max(self._at - 1, 0)
+        elif key in (DOWN, "j"):
+            self._at = min(self._at + 1, len(self._jobs) - 1)
+        elif key.isdecimal() and 0 < int(key) <= len(self._jobs):
+            self._at = int(key) - 1
+        elif key == ENTER:
+            self.opened(self._at)
+            return
+        elif key in ("q", ESCAPE):
+            self._pages.end()
+        self._pages.draw()
+
+
+class JobPage(Page):
+    """One job, with its table and what was asked; `back` is where q leads, None: to the end."""
+
+    def __init__(self, pages: Pages, connection: JobConnection, back: Page | None) -> None:
+        self._pages, self._connection, self._back = pages, connection, back
+        self._viewer = Viewer(connection.ask, self._draw, self._quit)
+        self._waits = False  # For the answer to the last look.
+        self._ended = False
+        connection.ended = self._end
+
+    def _draw(self) -> None:
+        self._pages.draw()
+
+    def _quit(self) -> None:
+        if self._back is None or self._ended:
+            self._pages.end()
+        else:
+            self._pages.turn_to(self._back)
+
+    def _end(self) -> None:
+        self._ended = True
+        about = (self._viewer.job or {}).get("job", {})
+        self._pages.end(f"the job of process {about.get('pid', '')} has ended")
+
+    def lines(self, columns: int, height: int) -> list[str]:
+        job = self._viewer.job
+        if job is None:
+            return ["the job has not answered yet"]
+        return lines_of(
+            job, columns, height, share=1.0, chosen=self._viewer.chosen, title=True,
+            panel=[*self._viewer.panel, self._viewer.help],
+        )  # fmt: skip
+
+    def press(self, key: str) -> None:
+        self._viewer.press(key)
+
+    def look(self) -> None:
+        if not self._waits:
+            self._waits = True
+            self._connection.ask([LOOK], self._seen)
+        self._pages.draw()
+
+    def _seen(self, answer: Answer) -> None:
+        self._waits = False
+        self._viewer.job = answer
+        self._pages.draw()

@@ -1,0 +1,221 @@
+"""hvdlite-top, and the keys of --live, with a real job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hvdlite.launcher.top import cli
+from tests.launcher.jobs import MARK, processes, start
+from tests.launcher.live.test_table import CODES
+from tests.parallel.jobs import environment
+
+pytestmark = pytest.mark.timeout(120)
+TOP = [
+    sys.executable,
+    "-c",
+    "import sys; from hvdlite.launcher.top.cli import main; sys.exit(main())",
+]
+
+TRAINING = """
+import os, sys, time
+import torch
+import hvdlite.torch as hvd
+hvd.init()
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 8)
+plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+batch, done = torch.ones(4, 8), 0.0
+def slow_part():
+    time.sleep([0.02, 0.06][hvd.rank()])
+while not done:
+    slow_part()
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+    done = hvd.allreduce(torch.tensor([float(os.path.exists(sys.argv[1]))]), op=hvd.Max)
+"""
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, words: list[str], **variables: str) -> None:
+        self.ours, theirs = os.openpty()
+        termios.tcsetwinsize(theirs, (40, 120)) if hasattr(termios, "tcsetwinsize") else None
+        self.usual = termios.tcgetattr(theirs)
+        self.process = subprocess.Popen(
+            words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**variables),
+            preexec_fn=lambda: take_terminal(theirs),  # noqa: PLW1509 - it makes system calls
+        )  # fmt: skip
+        self.theirs = theirs
+        self.text = ""
+
+    def press(self, keys: str) -> None:
+        os.write(self.ours, keys.encode())
+
+    def wait_for(self, pattern: str, seconds: float = 40.0) -> str:
+        """Return what was shown until the pattern was, and forget it."""
+        end = time.monotonic() + seconds
+        while True:
+            plain = CODES.sub("", self.text)
+            if found := re.search(pattern, plain):
+                self.text = ""
+                return plain[: found.end()]
+            assert time.monotonic() < end, plain[-3000:]
+            if select.select([self.ours], [], [], 1.0)[0]:
+                self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
+
+    def is_usual(self) -> bool:
+        return termios.tcgetattr(self.theirs)[3] == self.usual[3]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+        os.close(self.theirs)
+
+
+def take_terminal(fd: int) -> None:
+    import fcntl
+
+    os.setsid()
+    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+
+
+@contextmanager
+def terminal(words: list[str], **variables: str) -> Iterator[Terminal]:
+    one = Terminal(words, **variables)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def top(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TOP, *words], env=environment(XDG_RUNTIME_DIR=str(folder), COLUMNS="140"), text=True,
+        capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("rich")
+    end, runtime = tmp_path / "end", tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", TRAINING, str(end)]
+    words = ("-np", "2", *command)
+    with start(*words, XDG_RUNTIME_DIR=str(runtime), may_leave="torch*") as process:
+        folder = runtime / "hvdlite"
+        while not list(folder.glob("*.sock")):
+            time.sleep(0.02)
+        pid = str(process.pid)
+        check_once(top(runtime, "--once", "--job", pid))
+        with terminal([*TOP, "--job", pid], XDG_RUNTIME_DIR=str(runtime)) as screen:
+            check_keys(screen)
+            screen.press("q")
+            assert screen.process.wait(20) == 0
+            assert screen.is_usual()
+        done = top(runtime, "--job", "999999999", "--once")
+        assert (done.returncode, "there is none" in done.stderr) == (2, True)
+        assert "this is no terminal" in top(runtime, "--job", pid).stderr
+        with terminal([*TOP, "--job", pid], XDG_RUNTIME_DIR=str(runtime)) as screen:
+            screen.wait_for("2 ranks")
+            end.touch()
+            screen.wait_for("the job of process [0-9]+ has ended")
+            assert screen.process.wait(20) == 0
+            assert screen.is_usual()
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (0, "", ""), "nobody who looks leaves a trace"
+    assert not folder.exists()
+
+
+def check_once(done: subprocess.CompletedProcess[str]) -> None:
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert "\x1b" not in done.stdout
+    assert re.match(r"2 ranks \| [0-9.]+ steps a second", lines[0]), lines
+    assert lines[1].split()[:4] == ["host", "rank", "a", "step"]
+    assert re.search(r" 0 .*ms.*MiB", lines[2]), lines
+    assert re.search(r" 1 .*ms.*MiB", lines[3]), lines
+
+
+def check_keys(screen: Terminal) -> None:
+    screen.wait_for("q: quit")
+    assert not screen.is_usual()
+    screen.press("1s")
+    screen.wait_for(r"main thread of rank 1:\s+File \"<string>\", line \d+, in ")
+    screen.press("tx\x7f" + "\x7f" * 80 + "weight\r")
+    screen.wait_for(r"allreduce.weight on 2 ranks[^|]*rank 1: rank 0 waited [0-9.]+ ms")
+    screen.press("w")
+    text = screen.wait_for(r"hvdlite-timeline-\d+-\d+\.json on host .*: 10 steps")
+    file = re.findall(r"\S+hvdlite-timeline-\d+-\d+\.json", text)[-1]
+    events = json.loads(Path(file).read_text())
+    reduced = [each for each in events if each.get("name") == "ALLREDUCE"]
+    assert 10 <= len(reduced) < 60
+    screen.press("\x1b")
+
+
+def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """Its socket is not taken for that of a job, and is removed."""
+    pytest.importorskip("rich")
+    folder = tmp_path / "hvdlite"
+    command = [sys.executable, "-c", "import time; time.sleep(100)"]
+    variables = {"XDG_RUNTIME_DIR": str(tmp_path), MARK: str(tmp_path)}
+    with start("-np", "1", *command, **variables) as process:
+        while not list(folder.glob("*.sock")):
+            time.sleep(0.02)
+        path = folder / f"{process.pid}.sock"
+        assert path.exists()
+        process.kill()
+        process.wait()
+        assert path.exists()
+        done = top(tmp_path, "--once", "--job", str(process.pid))
+        assert done.returncode in (cli.USAGE_CODE, cli.NO_JOB_CODE)
+        assert not path.exists()
+        end = time.monotonic() + 20
+        while processes(str(tmp_path)) and time.monotonic() < end:  # The agent ends the rank.
+            time.sleep(0.05)
+
+
+def test_keys_below_the_output(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    script = """
+import time
+import numpy as np
+import hvdlite.numpy as hvd
+hvd.init()
+for number in range(1000):
+    hvd.allreduce(np.ones(3), name="w")
+    time.sleep(0.02)
+"""
+    launcher = [sys.executable, "-m", "hvdlite.launcher", "-np", "1", "--live", sys.executable]
+    runtime = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with terminal([*launcher, "-c", script], **runtime) as screen:
+        screen.wait_for(r"1 rank [\s\S]*rank: arrows, number")
+        assert not screen.is_usual()
+        screen.press("s")
+        screen.wait_for(r"main thread of rank 0:\s+File \"<string>\"")
+        screen.process.send_signal(2)
+        screen.process.wait(20)
+        assert screen.is_usual(), "also after Ctrl-C"
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.main(["--once"]) == 2
+    assert "hvdlite-top needs rich: pip install 'hvdlite[live]'" in capsys.readouterr().err
