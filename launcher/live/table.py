@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
@@ -55,7 +56,9 @@ def lines_of(
             console.print(_table(job, max(most, FEWEST_ROWS), chosen, columns < WIDE))
         for event in job["events"][-EVENTS_SHOWN:]:
             ago = _spell_long(job["at"] - event["at"])
-            _print(console, f"{ago} ago: {printable(event['text'])}")
+            text = f"{ago} ago: {printable(event['text'])}"
+            for line in wrap(text, console.width, max_lines=2) if title else [text]:
+                _print(console, line)
     lines = captured.get().splitlines()
     with console.capture() as captured:
         for line in panel:
@@ -87,7 +90,9 @@ def _table(job: Snapshot, most: int, chosen: int | None, narrow: bool) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", padding=(0, 1 if narrow else 2, 0, 0)
+    )
     times = [name for name in TIMES if not (narrow and name == "hidden")]
     for name in ("host", "rank", "a step"):
         table.add_column(name, no_wrap=True)
