@@ -21,10 +21,11 @@ from typing import Any
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 READ_BYTES = 1024
-UP, DOWN, ENTER, ESCAPE, ERASE = "up", "down", "enter", "escape", "erase"
+UP, DOWN, ENTER, ESCAPE, ERASE, ERASE_ALL = "up", "down", "enter", "escape", "erase", "erase all"
 SEQUENCES = {
     "\x1b[A": UP, "\x1b[B": DOWN, "\x1bOA": UP, "\x1bOB": DOWN, "\x1b": ESCAPE, "\r": ENTER,
     "\n": ENTER, "\x7f": ERASE, "\b": ERASE,
+    "\x15": ERASE_ALL,
 }  # fmt: skip
 # Those by which the kernel stops a process that reads from a terminal in the background, or sets
 # it, as nobody may stop a training who types a command to a shell.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlite.launcher.live.keyboard import DOWN, ENTER, ERASE, ESCAPE, UP
+from hvdlite.launcher.live.keyboard import DOWN, ENTER, ERASE, ERASE_ALL, ESCAPE, UP
 from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.stragglers import spell
 from hvdlite.launcher.live.table import spell_bytes
@@ -124,6 +124,8 @@ class Viewer:
             self._typed = None
         elif key == ERASE:
             self._typed = self._typed[:-1]
+        elif key == ERASE_ALL:
+            self._typed = ""
         elif len(key) == 1:
             self._typed += key
 

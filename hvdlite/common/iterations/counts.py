@@ -174,14 +174,14 @@ class Counts(Following):
 
         ``{name, runs: [[ready, start, end, bytes, tensors]], others}``: when this rank was ready,
         when the exchange began and ended, and what was exchanged together. The name may lack its
-        collective. Without a tensor of the name, `others` are names that contain it.
+        collective. Without a tensor of the name, `others` are names that contain it, or all.
         """
         runs, shift = list(self._runs), self._runtime.engine.clock_offset_seconds
         names = dict.fromkeys(name for run in reversed(runs) for name in run.names)
         name = next((each for each in names if wanted in (each, each.partition(".")[2])), None)
         if name is None:
-            others = [each for each in names if wanted in each][:MOST_NAMES]
-            return {"name": "", "runs": [], "others": others}
+            others = [each for each in names if wanted in each] or list(names)
+            return {"name": "", "runs": [], "others": others[:MOST_NAMES]}
         found = [run for run in runs if name in run.names][-MOST_SHOWN:]
         return {"name": name, "others": [], "runs": [
             [(run.ready or run.start) + shift, run.start + shift, run.end + shift, run.bytes,

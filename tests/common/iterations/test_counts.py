@@ -6,7 +6,9 @@ import gc
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,3 +192,29 @@ def test_the_launcher_is_told_by_its_pipe(tmp_path: Path, monkeypatch: pytest.Mo
     assert (token, event, rank) == ("token", "live", "0")
     sample = unpack(text)
     assert sample is not None and sample.rank == 0 and sample.size == 1
+
+
+def test_the_last_runs_of_a_tensor() -> None:
+    def main(rank: int) -> tuple[Any, ...]:
+        counts = counts_of(current())
+        for _ in range(12):
+            if rank == 1:
+                time.sleep(0.005)
+            hvd.allreduce(np.ones(10, np.float32), name="w")
+        hvd.allreduce(np.ones(3, np.float32), name="b")
+        return (
+            counts.history("w"), counts.history("allreduce.b"), counts.history("re"),
+            counts.history("none"), counts.wait_for_steps(1, 0.01),
+        )  # fmt: skip
+
+    found = run_ranks(2, main)
+    for by_name, whole, part, none, steps in found:
+        assert (by_name["name"], len(by_name["runs"])) == ("allreduce.w", 10)
+        assert (whole["name"], len(whole["runs"])) == ("allreduce.b", 1)
+        assert part["others"] == none["others"] == ["allreduce.b", "allreduce.w"]
+        assert steps == 0, "none was made"
+        for ready, start, end, size, tensors in by_name["runs"]:
+            assert ready <= start <= end and (size, tensors) == (40, 1)
+    (first, *_), (second, *_) = found
+    waits = [late[0] - early[0] for early, late in zip(first["runs"], second["runs"], strict=True)]
+    assert sum(wait > 0.003 for wait in waits) >= 8, waits

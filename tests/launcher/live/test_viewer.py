@@ -64,7 +64,7 @@ def test_questions() -> None:
     assert one.panel == ["rank 0 writes a timeline of its next 10 steps ..."]
     asked.answer({"file": "/a.json", "host": "b", "steps": 4, "seconds": 30.0})
     assert one.panel[0] == "/a.json on host b: 4 steps, and then none for 30 s"
-    press(one, "tlayerx\x7f3\r")
+    press(one, "tx\x15layerx\x7f3\r")
     assert asked.requests[1:] == [["timeline", 10], ["tensor", "layer3"]]
     asked.answer({"error": "rank 1: no"})
     assert one.panel == ["rank 1: no"]
