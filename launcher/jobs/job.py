@@ -50,8 +50,9 @@ class Job(ABC):
         try:
             with self.signals:
                 self.loop.listen(self.signals.fileno(), self.signals.drain)
-                self.live.serve(self._about())
                 self.start()
+                # The processes take a while to start, so that this costs no time.
+                self.loop.post(lambda: self.live.serve(self._about()))
                 while self.running():
                     self._turn()
                 self.finish()
@@ -68,10 +69,13 @@ class Job(ABC):
 
     def _about(self) -> dict[str, Any]:
         """Tell which job this is, for those who look at it."""
-        return {
-            "pid": os.getpid(), "command": list(self.options.command), "directory": os.getcwd(),
+        about = {
+            "pid": os.getpid(), "command": list(self.options.command), "directory": "",
             "ranks": self.options.num_proc, "started": time.time(),
         }  # fmt: skip
+        with contextlib.suppress(OSError):  # The folder has just been deleted.
+            about["directory"] = os.getcwd()
+        return about
 
     def _turn(self) -> None:
         """Wait for what comes next, and do what is due."""

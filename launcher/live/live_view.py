@@ -24,10 +24,10 @@ from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.questions.asking import Asking
 from hvdlite.launcher.questions.requests import Requests
-from hvdlite.launcher.questions.service import LocalService
 
 if TYPE_CHECKING:
     from hvdlite.launcher.live.page import LivePage
+    from hvdlite.launcher.questions.service import LocalService
 
 STREAM = "stderr"  # Where the table is shown: standard output may go to a file.
 LOOK_SECONDS = 1.0
@@ -118,6 +118,8 @@ class LiveView:
 
     def serve(self, about: Mapping[str, Any]) -> None:
         """Let `hvdlite-top` ask from now on, and the terminal by keys; the job is begun."""
+        from hvdlite.launcher.questions.service import LocalService  # It takes 15 ms.
+
         self._requests.about = dict(about)
         self._service = LocalService(self._loop, self._requests.make)
         if self._shown:

@@ -175,7 +175,7 @@ def spell_tensor(answer: Answer) -> list[str]:
 
 def spell_timeline(answer: Answer) -> list[str]:
     """Return the lines of an answer about a timeline."""
-    steps = answer["steps"]
+    steps = round(answer["steps"])
     said = f"{steps} steps" if steps >= STEPS else (
         f"{steps} steps, and then none for {answer['seconds']:g} s"
     )  # fmt: skip

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hvdlite.common.connections.orders import STACK, TENSOR, TIMELINE
@@ -46,53 +47,75 @@ class Requests:
 
     def make(self, request: Sequence[Any], done: Done) -> None:
         """Answer a request, now or later. Whatever it is, this raises nothing."""
+        try:
+            self._make(request, done)
+        except Exception as error:  # No question may end a training.
+            done(_refusal(error))
+
+    def _make(self, request: Sequence[Any], done: Done) -> None:
         match request:
             case ["about"]:
                 done(self.about)
             case ["look"]:
                 done({**self._look(), "job": self.about})
             case ["stack", int(rank)]:
-                self._stack(rank, done)
+                self._ask([self._known(rank)], STACK, (), _spell_stack, done)
             case ["tensor", str(name)] if len(name) <= LONGEST_NAME:
-                self._tensor(name, done)
+                ranks = self._job.in_order()[:MOST_RANKS]
+                self._ask(ranks, TENSOR, (name,), partial(merge, name, at=time.time()), done)
             case ["timeline", int(steps)] if 0 < steps <= MOST_STEPS:
                 self._timeline(steps, done)
             case _:
-                done({"error": f"there is no request {str(request)[:80]}"})
+                raise ValueError(f"there is no request {str(request)[:80]}")
 
-    def _known(self, rank: int, done: Done) -> RankView | None:
+    def _ask(
+        self, ranks: Sequence[RankView], kind: str, arguments: tuple[Any, ...],
+        spelled: Callable[[dict[int, Answer]], Answer], done: Done,
+        seconds: float = ANSWER_SECONDS,
+    ) -> None:  # fmt: skip
+        def answered(found: dict[int, Answer]) -> None:
+            try:
+                answer = spelled(found)
+            except Exception as error:  # Of what a rank has answered.
+                answer = _refusal(error)
+            done(answer)
+
+        self._asking.ask(ranks, kind, arguments, seconds, answered)
+
+    def _known(self, rank: int) -> RankView:
         view = self._job.ranks.get(rank)
         if view is None:
-            done({"error": f"rank {rank} has not been heard of"})
+            raise ValueError(f"rank {rank} has not been heard of")
         return view
 
-    def _stack(self, rank: int, done: Done) -> None:
-        view = self._known(rank, done)
-        if view is not None:
-            self._asking.ask([view], STACK, (), ANSWER_SECONDS, lambda found: done(_one(found)))
-
-    def _tensor(self, name: str, done: Done) -> None:
-        ranks = self._job.in_order()[:MOST_RANKS]
-
-        def merged(found: dict[int, Answer]) -> None:
-            done(merge(name, found, time.time()))
-
-        self._asking.ask(ranks, TENSOR, (name,), ANSWER_SECONDS, merged)
-
     def _timeline(self, steps: int, done: Done) -> None:
-        view = self._known(0, done)
-        if view is None:
-            return
-        moment = time.strftime("%Y%m%d-%H%M%S")
-        path = os.path.abspath(f"hvdlite-timeline-{moment}.json")
+        view = self._known(0)
+        name = f"hvdlite-timeline-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        path = os.path.join(self.about.get("directory", ""), name)
 
-        def written(found: dict[int, Answer]) -> None:
-            done({"host": view.host, **_one(found)})
+        def spelled(found: dict[int, Answer]) -> Answer:
+            answer = _one(found)
+            return {
+                "host": view.host, "file": str(answer["file"]), "steps": float(answer["steps"]),
+                "seconds": float(answer["seconds"]),
+            }  # fmt: skip
 
-        self._asking.ask([view], TIMELINE, (path, steps), TIMELINE_SECONDS, written)
+        self._ask([view], TIMELINE, (path, steps), spelled, done, TIMELINE_SECONDS)
+
+
+def _spell_stack(found: dict[int, Answer]) -> Answer:
+    return {"stack": str(_one(found)["stack"])}
 
 
 def _one(found: dict[int, Answer]) -> Answer:
-    """Return the only answer; an error says whose it is."""
+    """Return the only answer. Raises `ValueError` where a rank has none."""
     ((rank, answer),) = found.items()
-    return {"error": f"rank {rank}: {answer['error']}"} if "error" in answer else answer
+    if "error" in answer:
+        raise ValueError(f"rank {rank}: {answer['error']}")
+    return answer
+
+
+def _refusal(error: Exception) -> Answer:
+    if isinstance(error, ValueError):
+        return {"error": str(error)}
+    return {"error": f"the answer cannot be read: {type(error).__name__}: {error}"}

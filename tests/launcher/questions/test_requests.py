@@ -1,0 +1,72 @@
+"""Requests to a job, whatever comes, and whatever its ranks answer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.orders import pack_answer, unpack_order
+from hvdlite.launcher.live.job_view import JobView
+from hvdlite.launcher.questions.asking import Asking
+from hvdlite.launcher.questions.requests import Requests
+
+
+def answers(request: Any, rank_says: Any) -> dict[str, Any]:
+    """What is answered to a request where rank 0 answers this."""
+    loop, found, job = Loop(), list[dict[str, Any]](), JobView()
+    job.take("a", 7, '[1,0,1,"",{}]', 0.0)
+
+    def give(number: int, line: str) -> str:
+        order = unpack_order(line)
+        assert order is not None
+        for part in pack_answer(order.number, rank_says):
+            loop.post(partial(asking.receive, number, part))
+        return ""
+
+    asking = Asking(loop, give)
+    requests = Requests(job, asking, lambda: {"ranks": []})
+    requests.about = {"pid": 3, "directory": "/job"}
+    requests.make(request, found.append)
+    while not found:
+        loop.run_once(1.0)
+    loop.close()
+    msgpack.packb(found[0])
+    return found[0]
+
+
+def test_what_is_answered() -> None:
+    assert answers(["look"], None) == {"ranks": [], "job": {"pid": 3, "directory": "/job"}}
+    assert answers(["stack", 0], {"stack": "x"}) == {"stack": "x"}
+    assert answers(["stack", 5], {}) == {"error": "rank 5 has not been heard of"}
+    assert answers(["stack", 0], {"error": "no"}) == {"error": "rank 0: no"}
+    runs = {"name": "allreduce.w", "runs": [[0.0, 1.0, 2.0, 5, 1]]}
+    assert answers(["tensor", "w"], runs)["calls"][0]["bytes"] == 5
+    written = {"file": "/job/x.json", "steps": 10, "seconds": 30.0}
+    assert answers(["timeline", 10], written)["file"] == "/job/x.json"
+    assert "too long" in answers(["tensor", "\u20ac" * 400], {})["error"]
+
+
+VALUES = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.floats())
+ANSWERS = VALUES | st.dictionaries(
+    st.sampled_from(["runs", "name", "stack", "file", "steps", "seconds", "error", "others"]),
+    VALUES | st.lists(st.lists(VALUES, max_size=6), max_size=3),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    request_=st.sampled_from([["stack", 0], ["tensor", "w"], ["timeline", 3]]), says=ANSWERS
+)  # fmt: skip
+def test_whatever_a_rank_says(request_: list[Any], says: Any) -> None:
+    answers(request_, says)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(VALUES, max_size=4) | st.tuples(st.sampled_from(["stack", "tensor"]), VALUES))
+def test_whatever_is_asked(request_: Any) -> None:
+    answers(list(request_), {})
