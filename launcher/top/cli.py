@@ -20,7 +20,7 @@ from hvdlite.launcher.top.connection import JobConnection, Unreachable, find_job
 from hvdlite.launcher.top.pages import JobPage, ListPage, Pages
 
 USAGE_CODE, NO_JOB_CODE = 2, 1
-ONCE_SECONDS = 6.0  # How long `--once` waits for ranks that have not told of steps yet.
+ONCE_SECONDS = 10.0  # How long `--once` waits for ranks that have not told of steps yet.
 ONCE_SIZE = (120, 40)  # Where it is printed to no terminal.
 POLL_SECONDS = 0.5
 

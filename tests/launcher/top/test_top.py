@@ -46,6 +46,7 @@ while not done:
     model(batch).sum().backward()
     optimizer.step()
     done = hvd.allreduce(torch.tensor([float(os.path.exists(sys.argv[1]))]), op=hvd.Max)
+    open(sys.argv[2], "w").close()
 """
 
 
@@ -114,14 +115,14 @@ def top(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("rich")
-    end, runtime = tmp_path / "end", tmp_path / "run"
+    end, trains, runtime = tmp_path / "end", tmp_path / "trains", tmp_path / "run"
     runtime.mkdir(mode=0o700)
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-c", TRAINING, str(end)]
+    command = [sys.executable, "-c", TRAINING, str(end), str(trains)]
     words = ("-np", "2", *command)
     with start(*words, XDG_RUNTIME_DIR=str(runtime), may_leave="torch*") as process:
         folder = runtime / "hvdlite"
-        while not list(folder.glob("*.sock")):
+        while not trains.exists():
             time.sleep(0.02)
         pid = str(process.pid)
         check_once(top(runtime, "--once", "--job", pid))
