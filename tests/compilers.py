@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from hvdlite.common.collectives.native.build import Recipe
@@ -31,6 +32,17 @@ while [ "$1" != -o ]; do shift; done
     def calls(self) -> int:
         """How often it was asked to compile."""
         return len(self._calls.read_text().split()) if self._calls.exists() else 0
+
+
+def quick_compiler(directory: Path, *recipes: Recipe) -> Compiler:
+    """Return a compiler that makes what the real one has made of these sources for the user."""
+    cases = []
+    for recipe in recipes:
+        made = recipe.compile_once()
+        ready = directory / made.name
+        ready.write_bytes(made.read_bytes()[: -hashlib.sha256().digest_size])
+        cases.append(f'*/{recipe.source.name}*) cp "{ready}" "$2";;')
+    return Compiler(directory, f'case "$all" in {" ".join(cases)} *) exit 1;; esac', "quick")
 
 
 def small_recipe(directory: Path, answer: int = 42) -> Recipe:

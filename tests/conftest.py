@@ -44,6 +44,7 @@ THOROUGH = (
     "common/collectives/",
     "common/engine/test_random_joins.py",
     "common/engine/test_random_order.py",
+    "simulation/",
     "test_wheel.py",
 )
 FRAMEWORKS = {

@@ -1,7 +1,7 @@
 """Spreads the tests over several processes, the workers, where pytest-xdist is installed.
 
-A run of folders, such as the whole suite, gets two workers for each core, for most tests start
-processes and wait for them. A run of files gets none, and neither does `-n 0`.
+A run of folders, such as the whole suite, gets two workers for each core and two more, for most
+tests start processes and wait for them. A run of files gets none, and neither does `-n 0`.
 
 A worker is handed units: a file, so that what its tests share is made once; a test of those that
 start processes and share nothing; or all tests that share a cluster. Tests and files are
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-WORKERS_PER_CORE = 2
+WORKERS_PER_CORE, MORE_WORKERS = 2, 2
 # Of these files, and of those in these folders, each test is a unit.
 SEPARATE = (
     "tests/elastic/",
@@ -33,6 +33,7 @@ SEPARATE = (
 # unit has its own.
 CLUSTERS = (
     "tests/hosts/slurm/",
+    "tests/hosts/test_elastic",
     "tests/hosts/test_parameter_server",
     "tests/hosts/",
     "tests/ray/",
@@ -74,7 +75,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     chosen = option.numprocesses is not None or option.tx or option.dist != "no"
     chosen = chosen or "PYTEST_XDIST_WORKER" in os.environ  # a test has started this run
     if not (chosen or option.collectonly or option.usepdb) and _are_folders(config):
-        option.numprocesses = WORKERS_PER_CORE * len(os.sched_getaffinity(0))
+        option.numprocesses = WORKERS_PER_CORE * len(os.sched_getaffinity(0)) + MORE_WORKERS
     if option.dist == "no" and option.numprocesses:
         option.dist = "loadscope"  # by `Scheduling`
         option.loadscopereorder = False

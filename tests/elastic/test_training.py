@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.timeout(240)]
 
 MODULE = "worker_torch"
 VARIANTS = {
-    "threshold": {},
     "auto": {"HVDLITE_SEGMENTATION": "auto"},
     "autotune": {"HVDLITE_AUTOTUNE": "1", "HVDLITE_AUTOTUNE_STEPS_PER_SAMPLE": "2"},
     "small cache": {"HVDLITE_CACHE_CAPACITY": "4"},
@@ -26,7 +25,6 @@ VARIANTS = {
 @pytest.mark.parametrize(
     ("variant", "hosts"),
     [
-        ("threshold", ""),
         ("small cache", ""),
         ("auto", "a,b,b,a"),
         ("autotune", "a,b,b,a"),

@@ -61,8 +61,9 @@ sys.stdout.write("saved all the same\\n")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("where", ["prepare_local_plan", "write_data"])
-@pytest.mark.parametrize("by", ["hvd", "dcp"])
+@pytest.mark.parametrize(
+    ("by", "where"), [("hvd", "prepare_local_plan"), ("hvd", "write_data"), ("dcp", "write_data")]
+)
 def test_a_rank_that_is_killed_while_it_saves(by: str, where: str, tmp_path: Path) -> None:
     words = (sys.executable, "-c", PROGRAM, by, where, str(tmp_path))
     command = ranks(SIZE, *words, preload=PRELOAD)

@@ -38,12 +38,10 @@ def test_no_collective_keeps_another_from_its_start(native: str) -> None:
 
 
 @over_transports
-def test_gradients_travel_while_backward_runs(native: str, tmp_path: Path) -> None:
+def test_gradients_travel_while_backward_runs_until_a_rank_is_dead(
+    native: str, tmp_path: Path
+) -> None:
+    """Whoever waits for the dead rank in a graph hears of it."""
     # Two threads: one of them sits in the gate that backward has to pass.
     path = str(tmp_path / "timeline.json")
-    run(2, "overlap", path, INTER_OP_THREADS="2", HVDLITE_TF_NATIVE=native)
-
-
-@over_transports
-def test_who_waits_in_a_graph_hears_of_a_dead_rank(native: str) -> None:
-    run(3, "killed", lost=1, INTER_OP_THREADS="2", HVDLITE_TF_NATIVE=native)
+    run(3, "overlap", path, lost=1, INTER_OP_THREADS="2", HVDLITE_TF_NATIVE=native)

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.collectives.native import kernel
+from hvdlite.common.collectives.native import library as native_library
 from hvdlite.common.collectives.native.compiler import COMPILERS, find_compiler
+from tests.compilers import quick_compiler
 from tests.parallel.jobs import clean_environment
 from tests.wheel import ROOT
 
@@ -123,8 +125,10 @@ def test_with_a_pure_wheel_the_first_job_compiles(pure_wheel: Path, tmp_path: Pa
     python = install(pure_wheel, tmp_path / "venv")
     lend_packages(tmp_path / "venv", but=LIBRARIES)
 
+    compiler = quick_compiler(tmp_path, native_library.recipe())
+
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environ = {**clean_environment(), **variables}
+        environ = {**clean_environment(), "CXX": str(compiler.path), **variables}
         environ["PATH"] = os.pathsep.join([str(python.parent), environ["PATH"]])
         return subprocess.run(
             [python.with_name(words[0]), *words[1:]], cwd=tmp_path, env=environ,
@@ -133,6 +137,7 @@ def test_with_a_pure_wheel_the_first_job_compiles(pure_wheel: Path, tmp_path: Pa
 
     (library,) = libraries_used(run, tmp_path / "cache")
     assert library.parent == tmp_path / "cache" / "hvdlite" / "shm"
+    assert compiler.calls == 1
 
 
 @pytest.mark.scripts

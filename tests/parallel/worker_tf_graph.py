@@ -178,10 +178,9 @@ def main() -> None:
         run_in_functions()
         run_in_a_session()
         run_small_steps()
-    elif sys.argv[1] == "killed":
-        run_while_a_rank_is_killed()
     else:
         run_gradients_during_backward(Path(sys.argv[2]))
+        run_while_a_rank_is_killed()
     print(f"rank {hvd.rank()} is content", flush=True)
     hvd.shutdown()
 

@@ -54,8 +54,7 @@ def test_every_collective_equals_numpy(hosts: str, way: str, dtype: str) -> None
     run_on_transports(topology, program)
 
 
-@pytest.mark.parametrize("streams", [1, 3])
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float64"])
+@pytest.mark.parametrize(("dtype", "streams"), [("uint8", 1), ("bfloat16", 3), ("float64", 3)])
 @pytest.mark.parametrize(
     ("hosts", "way"), [("2", "auto"), ("3", "ring"), *(case for case in CASES if "+" in case[0])]
 )

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.common.collectives.native import library as native_library
 from hvdlite.common.collectives.native.compiler import find_compiler
 from hvdlite.launcher import check_build
-from tests.compilers import Compiler
+from tests.compilers import Compiler, quick_compiler
 from tests.launcher.jobs import MARK, launch, processes
 from tests.parallel.jobs import clean_environment
 
@@ -78,17 +79,21 @@ def test_without_mpi_it_says_what_works_and_what_does_not(
 @needs_compiler
 def test_compiled_code_is_compiled_and_tried(tmp_path: Path) -> None:
     words = {f"{NATIVE}: compiled on this machine, as {PURE}": True}
+    recipes = [native_library.recipe()]
     has_tensorflow = find_spec("tensorflow") is not None
     if has_tensorflow:
+        recipes.append(import_module("hvdlite.tf.native.loader").recipe())
         version = import_module("tensorflow").__version__
         text = f"TensorFlow operations: compiled on this machine, for TensorFlow {version}"
         words[text] = True
-    done = launch("--check-build", timeout=150, XDG_CACHE_HOME=str(tmp_path))
+    compiler, cache = quick_compiler(tmp_path, *recipes), tmp_path / "cache"
+    done = launch("--check-build", timeout=150, CXX=str(compiler.path), XDG_CACHE_HOME=str(cache))
+    assert compiler.calls == len(recipes)
     assert done.returncode == 0, done.stderr
     found = lines(done.stdout)
     assert words.items() <= found.items(), done.stdout
     assert any(text.startswith("TensorFlow: TensorFlow ") for text in found) == has_tensorflow
-    libraries = {path.parent.name for path in tmp_path.rglob("*.so")}
+    libraries = {path.parent.name for path in cache.rglob("*.so")}
     assert libraries == {"shm", "tf"} if has_tensorflow else {"shm"}
 
 
