@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import NamedTuple
 
-from hvdlite.common.plain.metrics import Sample, unpack
+from hvdlite.common.plain.metrics import METRICS, Sample, unpack
 from hvdlite.launcher.live.stragglers import Pace, Straggler, Watch
 
 # Changes are those over the last so many seconds, or more where there were fewer steps.
@@ -83,6 +83,14 @@ class RankView:
         first = self._moments[0].values
         return {name: value - first.get(name, 0.0) for name, value in self.values.items()}
 
+    def lately(self) -> dict[str, float]:
+        """Return the means of numbers that do not grow only: one moment tells little of them."""
+        return {
+            name: sum(each.values.get(name, value) for each in self._moments) / len(self._moments)
+            for name, value in self.values.items()
+            if not METRICS[name.partition(".")[0]].counts
+        }
+
     def steps_a_second(self, now: float) -> float:
         """Return its speed; 0 where it stands still, or counts no steps."""
         changes = self.changes()
@@ -139,7 +147,8 @@ class JobView:
         if any(rank.age(now) > SILENT_SECONDS for rank in ranks):
             return []
         return [
-            Pace(rank.rank, rank.host, rank.seconds, rank.changes(), rank.values) for rank in ranks
+            Pace(each.rank, each.host, each.seconds, each.changes(), each.lately())
+            for each in ranks
         ]
 
     def look(self, now: float) -> Straggler | None:

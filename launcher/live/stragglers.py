@@ -33,7 +33,7 @@ class Pace(NamedTuple):
     host: str
     seconds: float
     changes: Mapping[str, float]
-    values: Mapping[str, float]
+    values: Mapping[str, float]  # What does not grow only: means over these seconds.
 
     @property
     def steps(self) -> float:
@@ -73,14 +73,19 @@ class Group:
         """Return how much a counter grows in a second."""
         return self.mean(lambda pace: grown(pace, name, by_step=False))
 
-    def now(self, name: str) -> float:
-        """Return a value of now."""
+    def lately(self, name: str) -> float:
+        """Return a value that does not grow only."""
         return self.mean(lambda pace: pace.values.get(name, 0.0))
+
+    @property
+    def hosts(self) -> set[str]:
+        """Where they are."""
+        return {pace.host for pace in self.paces}
 
     @property
     def more_than_cores(self) -> float:
         """How many processes of their hosts could run, and have no core."""
-        return self.now("runnable_processes") - self.now("cores")
+        return self.lately("runnable_processes") - self.lately("cores")
 
 
 def grown(pace: Pace, name: str, by_step: bool) -> float:
@@ -164,7 +169,7 @@ def _cause(slow: Group, rest: Group, lost: float) -> tuple[str, str]:
     if what == "data":
         return DATA, times
     busy = slow.more_than_cores
-    if busy >= 1 and busy >= rest.more_than_cores + 1:
+    if busy >= 1 and busy >= rest.more_than_cores + 1 and not slow.hosts & rest.hosts:
         return CORE, f"{times}; {_busy(slow)}"
     return COMPUTE, times
 
@@ -188,25 +193,26 @@ def _reason(slow: Group, rest: Group, lost: float) -> tuple[str, str] | None:
     its, theirs = _its(slow), _theirs(slow)
     faults = slow.a_second("major_faults_total")
     if faults >= MOST_FAULTS and faults >= 5 * rest.a_second("major_faults_total"):
-        swapped = slow.now("swap_bytes") / (1 << 20)
+        swapped = slow.lately("swap_bytes") / (1 << 20)
+        rest_of_it = f", and {swapped:.0f} MiB are swapped out" if swapped >= 1 else ""
         return SWAP, (
-            f"{its} host is short of memory: {faults:.0f} pages a second are read from disk"
-            + (f", and {swapped:.0f} MiB are swapped out" if swapped >= 1 else "")
+            f"{faults:.0f} pages a second are read from disk{rest_of_it}: {its} host is short of "
+            "memory" + ("" if rest_of_it else f", or {its} steps read files that are mapped")
         )
     garbage = _more(slow, rest, "gc_seconds_total")
     if garbage >= lost / 2:
         return GARBAGE, f"Python's garbage collection takes {spell(garbage)} of it"
+    usual = rest.each("compute_seconds_total")
     rows, fewer = slow.each("samples_total"), rest.each("samples_total")
-    took, less = slow.each("compute_seconds_total"), rest.each("compute_seconds_total")
-    if rows >= 1.05 * fewer > 0 and less > 0 and rows / fewer - 1 >= (took / less - 1) / 2:
+    if rows >= 1.05 * fewer > 0 and usual * (rows / fewer - 1) >= lost / 2:
         return BATCHES, f"{its} batches have {rows:.4g} rows, {theirs} {fewer:.4g}"
     waited = _more(slow, rest, "core_waited_seconds_total")
     if waited >= lost / 3:
         busy = f"; {_busy(slow)}" if slow.more_than_cores >= 1 else ""
         return CORE, f"{its} main thread waits {spell(waited)} longer for a core{busy}"
-    speed, usual = slow.now("core_speed"), rest.now("core_speed")
-    if 0 < speed <= 0.9 * usual:
-        return CLOCK, f"{its} core runs at {speed / usual:.0%} of the speed of {theirs}"
+    speed, normal = slow.lately("core_speed"), rest.lately("core_speed")
+    if 0 < speed <= 0.9 * normal and usual * (normal / speed - 1) >= lost / 2:
+        return CLOCK, f"{its} core runs at {speed / normal:.0%} of the speed of {theirs}"
     return None
 
 

@@ -30,6 +30,16 @@ def test_changes_are_those_of_the_last_seconds() -> None:
     assert rank.steps_a_second(130.0) == 0.0, "it stands still"
 
 
+def test_what_does_not_grow_only_is_a_mean_of_the_last_seconds() -> None:
+    job = JobView()
+    for second in range(20):  # A process that runs in each second second.
+        job.take("a", 0, line(0, 1, runnable_processes=2 * (second % 2), cores=2), 1.0 * second)
+    pace = job.paces(19.5)[0]
+    assert (pace.seconds, pace.values["cores"]) == (6.0, 2.0)
+    assert pace.values["runnable_processes"] == pytest.approx(8 / 7)
+    assert "steps_total" not in pace.values
+
+
 def test_slow_steps_are_counted_over_a_longer_time() -> None:
     job = JobView()
     for second in range(121):  # A step takes 20 s.

@@ -70,15 +70,20 @@ def test_a_busy_core() -> None:
         "theirs 84 ms; its main thread waits 36 ms longer for a core; its host has 2 runnable "
         "processes more than cores"
     )
-    straggler = three(runnable_processes=3)  # Threads of a library wait, and the main one for them.
+    # Threads of a library wait, and the main one for them.
+    slow, others = pace(1, "b", compute=122.0, runnable_processes=3), pace(0, "a", compute=84.0)
+    straggler = found(others, slow)
     assert straggler.cause == stragglers.CORE
     assert straggler.text.endswith("theirs 84 ms; its host has 1 runnable process more than cores")
+    beside = pace(2, "b", compute=84.0)
+    assert found(others, slow, beside).cause == stragglers.COMPUTE, "it has the same cores"
 
 
 def test_a_lower_clock() -> None:
     straggler = three(core_speed=49.0)
     assert straggler.cause == stragglers.CLOCK
     assert straggler.text.endswith("its core runs at 70% of the speed of theirs")
+    assert three(compute=84.0, data=38.0, core_speed=62.0).cause == stragglers.DATA
 
 
 def test_a_slow_data_loader() -> None:
@@ -90,7 +95,12 @@ def test_a_slow_data_loader() -> None:
 def test_swapping() -> None:
     straggler = three(major_faults=50.0, swap_bytes=300 << 20)
     assert straggler.cause == stragglers.SWAP
-    assert "410 pages a second are read from disk, and 300 MiB are swapped out" in straggler.text
+    assert straggler.text.endswith(
+        "410 pages a second are read from disk, and 300 MiB are swapped out: its host is short of "
+        "memory"
+    )
+    mapped = three(major_faults=50.0).text
+    assert mapped.endswith("its host is short of memory, or its steps read files that are mapped")
 
 
 def test_more_work() -> None:
@@ -98,6 +108,7 @@ def test_more_work() -> None:
     assert straggler.cause == stragglers.BATCHES
     assert straggler.text.endswith("its batches have 48 rows, theirs 32")
     assert three(samples=34).cause == stragglers.COMPUTE, "two rows do not explain so much"
+    assert three(compute=84.0, data=38.0, samples=34).cause == stragglers.DATA
 
 
 def test_garbage_collection() -> None:
