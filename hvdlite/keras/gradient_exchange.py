@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from weakref import ref
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.gradients.variables import LocalSources
-from hvdlite.common.gradients.weights_check import WeightsCheck, check_by_setting
+from hvdlite.common.gradients.weights_check import VariablesCheck
 from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.segmentation.strategies import Threshold
 
@@ -68,10 +67,7 @@ class Exchange:
         if settings.local_layers is not None:
             self.local.add_layers(settings.local_layers)
         self._reduced = False
-        self._compare: Callable[..., None] = tools.compare_variables
-        # Compares weights, made in the first step; None where the settings ask for none.
-        self._check: WeightsCheck | None = None
-        self._steps = False  # Whether there was a step.
+        self._check = VariablesCheck(self._reducer, tools.compare_variables)
         # The optimizer that the user has called last, which may be around the others.
         self._optimizer: Callable[[], Any] = lambda: None
 
@@ -155,32 +151,16 @@ class Exchange:
     def check_weights(self, variables: Sequence[Any]) -> None:
         """Compare the weights of all ranks, and the optimizer's state, if it is time to.
 
-        A step over these variables has ended. Local variables are each rank's own, and so is all
-        state where there are some.
+        A step over these variables has ended.
         """
-        reduction = self.settings.reduction
-        if not reduction.active or (self._steps and self._check is None):
-            return
-        shared = [
-            each for each, own in zip(variables, self.local.pick(variables), strict=True) if not own
-        ]
-        names = self._reducer.sources.names_of("weights", shared)
-        if not self._steps:
-            self._steps = True
-            label = f"{self.settings.prefix}.{len(names)}.{names[0] if names else ''}"
-            # A model that fit builds has the weights of rank 0 only after its first batch.
-            self._check = check_by_setting(label, reduction.process_set, first=2)
-        if self._check is None:
-            return
+        self._check.step(variables, self._common_state)
+
+    def _common_state(self) -> list[Any]:
         optimizer = self._optimizer()
-        if optimizer is not None and self.state_is_common and not self.local:
-            variables = getattr(optimizer, "variables", ())
-            state = list(variables() if callable(variables) else variables)
-            shared += state
-            # Names of state have names of variables in them, and the numbers of these.
-            paths = map(self._reducer.sources.path_of, state)
-            names += [f"state.{n}.{re.sub('_[0-9]+', '', path)}" for n, path in enumerate(paths)]
-        self._compare(self._check, names, shared)
+        if optimizer is None or not self.state_is_common:
+            return []
+        variables = getattr(optimizer, "variables", ())
+        return list(variables() if callable(variables) else variables)
 
     @contextmanager
     def _gradients_are_reduced(self) -> Iterator[None]:

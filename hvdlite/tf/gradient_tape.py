@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import ReductionConfig, resolve_groups, scaling
+from hvdlite.common.gradients.weights_check import VariablesCheck
 from hvdlite.common.plain.compression import Compressor, FeedbackCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
@@ -17,6 +18,7 @@ from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.errors import unconverted
 from hvdlite.tf.optimizer.gradient_exchange import Gradient, Reducer, wrap
+from hvdlite.tf.weights import compare_variables
 
 _NO_GRADIENT = tf.UnconnectedGradients.NONE
 Pairs = list[tuple[Any, Gradient]]
@@ -51,6 +53,8 @@ class _DistributedMixin(tf.GradientTape):
         gradients = self._wrapped.gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)
         names = [f"grad_{index}" for index in range(len(flat))] if use_generic_names else None
+        # Those that the step before has made: a tape knows no optimizer.
+        VariablesCheck(self._reducer, compare_variables).step(flat)
         reduced = self._reducer.reduce(tf.nest.flatten(gradients), flat, names)
         return tf.nest.pack_sequence_as(sources, reduced)
 

@@ -12,11 +12,12 @@ from hvdlite.common.plain.comparison import of_array
 from hvdlite.common.runtime.current import finder, use
 
 
-def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]) -> None:
+def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]) -> Any:
     """Count a step, and compare the variables where it is time to, by these names.
 
-    In a `tf.function` operations are made that do so after all assignments before. Raises
-    `RuntimeError`, and where a graph is run `tf.errors.UnknownError` with its text.
+    In a graph operations are made that do so, of which the last one is returned; in a `tf.function`
+    they come after all assignments before. Raises `RuntimeError`, and where a graph is run
+    `tf.errors.UnknownError` with its text.
     """
     if tf.executing_eagerly():
         check.step(
@@ -25,7 +26,7 @@ def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequ
                 for name, variable in zip(names, variables, strict=True)
             ]
         )
-        return
+        return None
     runtime = finder()
 
     def is_due() -> bool:
@@ -44,4 +45,4 @@ def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequ
 
     due = tf.py_function(is_due, [], tf.bool)
     due.set_shape([])
-    tf.cond(due, compared, lambda: tf.constant(0))
+    return tf.cond(due, compared, lambda: tf.constant(0))

@@ -42,7 +42,7 @@ class Reducer(ABC):
         self.reduction = reduction
         self.segments = SegmentPlan(reduction, groups is not None)
         self.local = LocalSources(self.sources)
-        self._prefix, self._groups = prefix, groups
+        self.prefix, self._groups = prefix, groups
         self._scale_local_gradients = scale_local_gradients
 
     def compression_state(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Reducer(ABC):
         self.segments.settle()
         if not self.reduction.active:
             return list(gradients)
-        names = names or self.sources.names_of(self._prefix, sources)
+        names = names or self.sources.names_of(self.prefix, sources)
         self._forget_residuals_of_others(names, sources)
         is_local = self.local.pick(sources)
         shared = {

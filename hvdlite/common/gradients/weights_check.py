@@ -5,9 +5,13 @@ An optimizer counts its steps; its framework says which tensors are equal on all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+from weakref import ref
 
 from hvdlite.common.api.objects import gather_by_rank
+from hvdlite.common.gradients.reducer import Reducer
 from hvdlite.common.plain.comparison import Compared, compare
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import find, for_collective
@@ -73,3 +77,75 @@ def check_by_setting(label: str, process_set: ProcessSet, first: int = 1) -> Wei
     runtime = find()
     every = 0 if runtime is None else runtime.config.check_weights
     return WeightsCheck(label, process_set, every, first) if every else None
+
+
+class CompareVariables(Protocol):
+    """What a framework gives: counts a step, and compares variables where it is time to.
+
+    In a graph it makes operations that do so, and returns the last of them.
+    """
+
+    def __call__(
+        self, check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]
+    ) -> Any: ...
+
+
+class VariablesCheck:
+    """Compares the variables whose gradients a `Reducer` reduces, for frameworks without hooks.
+
+    Local variables are each rank's own, and so is all state where there are some. The first check
+    is that of the second step: variables may be made, and broadcast, only after the first batch.
+    """
+
+    def __init__(self, reducer: Reducer, compare: CompareVariables) -> None:
+        self._reducer, self._compare = reducer, compare
+        self._check: WeightsCheck | None = None
+        self._began = False  # Settings are read in the first step.
+
+    def step(self, variables: Sequence[Any], state: Callable[[], Sequence[Any]] = list) -> Any:
+        """Count a step over these variables, and compare them and `state` where it is time to.
+
+        Returns an operation that does it, in a graph; None where nothing is to be done. Raises as
+        `WeightsCheck.compare`.
+        """
+        reducer = self._reducer
+        if not reducer.reduction.active or (self._began and self._check is None):
+            return None
+        pairs = zip(variables, reducer.local.pick(variables), strict=True)
+        shared = [each for each, own in pairs if not own and reducer.sources.is_variable(each)]
+        if not self._began:
+            self._began = True
+            self._check = self._check_of(shared)
+        if self._check is None:
+            return None
+        names = reducer.sources.names_of("weights", shared)
+        if not reducer.local:
+            found = state()
+            shared += found
+            # Names of state have names of variables in them, and the numbers of these.
+            paths = map(reducer.sources.path_of, found)
+            names += [f"state.{n}.{re.sub('_[0-9]+', '', path)}" for n, path in enumerate(paths)]
+        return self._compare(self._check, names, shared)
+
+    def _check_of(self, shared: Sequence[Any]) -> WeightsCheck | None:
+        reducer = self._reducer
+        names = reducer.sources.names_of(reducer.prefix, shared)
+        label = f"{len(names)}.{names[0] if names else reducer.prefix}"
+        check = check_by_setting(label, reducer.reduction.process_set, first=2)
+        if check is None or not shared:
+            return check
+        return _lasting(reducer.sources.plain(shared[0]), label, check)
+
+
+# By the id of a variable: what is known of it as long as it lives, by labels. A tape lives for one
+# step, and others count the steps of its variables, too. Variables are no keys of a dict, and their
+# attributes would be saved with them.
+_known: dict[int, tuple[ref[Any], dict[str, WeightsCheck]]] = {}
+
+
+def _lasting(variable: Any, label: str, check: WeightsCheck) -> WeightsCheck:
+    """Return the check of this label for a variable, which is `check` at the first call."""
+    key = id(variable)
+    if key not in _known:
+        _known[key] = ref(variable, lambda _: _known.pop(key, None)), {}
+    return _known[key][1].setdefault(label, check)

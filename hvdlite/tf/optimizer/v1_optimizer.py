@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.weights_check import VariablesCheck
 from hvdlite.tf.errors import unconverted
 from hvdlite.tf.optimizer.aggregation import Accumulator, Passes, local_variable
 from hvdlite.tf.optimizer.gradient_exchange import Gradient, Reducer, wrap
 from hvdlite.tf.variables import key_of
+from hvdlite.tf.weights import compare_variables
 
 
 class ReducedCheck:
@@ -93,9 +95,10 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
     Shares its attributes.
     """
 
-    __slots__ = ("_aggregation", "_reduced_check", "_reducer", "_wrapped")
+    __slots__ = ("_aggregation", "_reduced_check", "_reducer", "_weights_check", "_wrapped")
 
     _aggregation: Accumulator | None
+    _weights_check: VariablesCheck
     _reduced_check: ReducedCheck
     _reducer: Reducer
 
@@ -140,10 +143,19 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
         pairs = list(grads_and_vars)
         self._check(pairs)
         apply = super().apply_gradients
+
+        def step(name: str | None = None) -> Any:
+            applied = apply(pairs, global_step, name, **options)
+            return _checked(self._weights_check, applied, pairs, self._state)
+
         if self._aggregation is None:
-            return apply(pairs, global_step, name, **options)
-        applied = self._aggregation.when_due(lambda: apply(pairs, global_step, **options), tf.no_op)
-        return tf.group(applied, name=name)
+            return step(name)
+        return tf.group(self._aggregation.when_due(step, tf.no_op), name=name)
+
+    def _state(self) -> list[Any]:
+        with tf.init_scope():  # It knows no variables of the graph around that of a branch.
+            variables: list[Any] = self.variables()
+        return variables
 
     def _check(self, pairs: Pairs) -> None:
         if not self._reducer.reduction.active:
@@ -183,7 +195,9 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
     have changed is then combined with what those of the other ranks have changed.
     """
 
-    __slots__ = ("_passes", "_reducer", "_starts", "_wrapped")
+    __slots__ = ("_passes", "_reducer", "_starts", "_weights_check", "_wrapped")
+
+    _weights_check: VariablesCheck
 
     _passes: Passes
     _reducer: Reducer
@@ -218,9 +232,12 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
                 variable.read_value() - start
                 for variable, start in zip(variables, began, strict=True)
             ]
-        ended = self._passes.in_last(
-            number, lambda: self._exchange(variables, began, steps), tf.no_op
-        )
+
+        def exchange() -> Any:
+            combined = self._exchange(variables, began, steps)
+            return _checked(self._weights_check, combined, pairs)
+
+        ended = self._passes.in_last(number, exchange, tf.no_op)
         return None if tf.executing_eagerly() else tf.group(applied, ended, name=name)
 
     def _shared(self, pairs: Pairs) -> list[Any]:
@@ -260,6 +277,20 @@ def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> Any:
     return None if tf.executing_eagerly() else tf.group(*assigned)
 
 
+def _checked(
+    check: VariablesCheck, step: Any, pairs: Pairs, state: Callable[[], Sequence[Any]] = list
+) -> Any:
+    """Return the operation of a step, after which weights are compared where settings ask for it.
+
+    Only those that have got gradients: ranks give them alike.
+    """
+    with _after(step):
+        compared = check.step(
+            [variable for gradient, variable in pairs if gradient is not None], state
+        )
+    return step if compared is None else tf.group(step, compared)
+
+
 def _after(operation: Any) -> Any:
     """Order the operations made within this context after `operation`."""
     return tf.control_dependencies([] if operation is None else [operation])
@@ -287,6 +318,7 @@ def distributed(
         raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
     wrapped = wrap(AdasumMixin if adasum else DistributedMixin, optimizer)
     wrapped._reducer = reducer
+    wrapped._weights_check = VariablesCheck(reducer, compare_variables)
     if adasum:
         wrapped._passes, wrapped._starts = Passes(passes), {}
         return wrapped
