@@ -1,0 +1,56 @@
+"""The live view of a job on several hosts: what they send."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+
+import pytest
+
+from hvdlite.common.plain.metrics import MOST_CHARACTERS
+from tests.hosts import sites
+from tests.hosts.sites import ThreeHosts
+from tests.launcher.elastic.jobs import Watch
+
+pytestmark = pytest.mark.timeout(120)
+MESSAGES = 4
+
+
+class Gathered:
+    """What each host has sent."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._number = watch, 0
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self.ranks: dict[str, list[int]] = defaultdict(list)
+        self.known: list[str] = []
+
+    def wait_for(self, *hosts: str) -> None:
+        """Wait until these hosts alone are known, and for some messages of each."""
+        wanted = {host: len(self.times[host]) + MESSAGES for host in hosts}
+        while self.known != [*hosts] or any(len(self.times[h]) < n for h, n in wanted.items()):
+            line = self._watch.line(rf"gathered {self._number} ")
+            _, host, ranks, size, at, known = line.partition("gathered ")[2].split()
+            self._number += 1
+            self.times[host].append(float(at))
+            self.ranks[host].append(int(ranks))
+            self.known = known.split(",")
+            assert int(size) <= int(ranks) * MOST_CHARACTERS
+
+
+def test_a_host_sends_one_message_a_second(
+    site: ThreeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all its ranks together, also when another host takes its place."""
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(sites, "IMPATIENT", [sys.executable, "-m", "tests.hosts.counting"])
+    flags = ("-np", "4", "--min-np", "2", "--metrics-port", "0")
+    with site.elastic(*flags, *site.discovery("nodea:2", "nodeb:2")) as watch:
+        gathered = Gathered(watch)
+        gathered.wait_for("nodea", "nodeb")
+        site.show("nodea:2", "nodec:2")
+        gathered.wait_for("nodea", "nodec")
+        assert site.end(watch) == 0
+    for host, times in gathered.times.items():
+        assert len(times) <= times[-1] - times[0] + 1.5, (host, times)
+        assert max(gathered.ranks[host]) == 2, "those of both ranks go together"
