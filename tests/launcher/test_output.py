@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.cli import main
+from hvdlite.launcher.processes import console
 from hvdlite.launcher.processes import output as output_module
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.error_text import last_exception
@@ -258,3 +260,15 @@ def test_what_a_host_lacks_is_one_sentence_with_its_remedy(
     about = f"{os.strerror(number)}{' (/tmp/x)' if file else ''}"
     expected = f"hvdlite-run: this host cannot run the job: {about}: {remedy}\n"
     assert capfd.readouterr().err == expected
+
+
+def test_whoever_speaks_while_a_job_runs_keeps_its_table_whole() -> None:
+    """By the job: the console's own `say`, for the time before a job, knows of no table."""
+    folder = Path(console.__file__).parent.parent
+    imported = re.compile(r"processes\.console import [^\n]*\bsay\b|console\.say\(")
+    speakers = [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*.py"))
+        if imported.search(path.read_text())
+    ]
+    assert speakers == ["cli.py", "jobs/start.py", "platforms/kubernetes.py"]
