@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,34 +62,41 @@ def _mixed(part: torch.Tensor) -> torch.Tensor:
     return words ^ (words >> 32 & 0xFFFFFFFF)
 
 
+# Returns what the ranks that are compared have alike of a tensor; None where they have nothing so.
+Alike = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor that is dense and no `DTensor`."""
+    dense = tensor.layout is torch.strided and not hasattr(tensor, "to_local")
+    return tensor if dense else None
+
+
 def weights_of(
-    optimizer: Any, names: Mapping[torch.Tensor, str], *, state: bool
+    optimizer: Any, names: Mapping[torch.Tensor, str], *, state: bool, alike: Alike = whole
 ) -> Iterator[Compared]:
     """Yield the parameters that have names, the options of their groups, and with `state` that.
 
-    Left out is what a rank has of a `DTensor`, and what is neither a dense tensor nor a number.
+    Left out is what `alike` leaves out, and what is neither a tensor nor a number.
     """
     for number, group in enumerate(vars(optimizer)["param_groups"]):
         known = [parameter for parameter in group["params"] if parameter in names]
         if known:
-            yield from _items(f"param_groups[{number}]", group)
+            yield from _items(f"param_groups[{number}]", group, alike)
         for parameter in known:
-            if _is_whole(parameter):
-                name = names[parameter]
-                yield of_tensor(name, parameter)
+            tensor, name = alike(parameter), names[parameter]
+            if tensor is not None:
+                yield of_tensor(name, tensor)
                 if state:
-                    yield from _items(name, optimizer.state.get(parameter, {}))
+                    yield from _items(name, optimizer.state.get(parameter, {}), alike)
 
 
-def _items(owner: str, values: Mapping[str, Any]) -> Iterator[Compared]:
+def _items(owner: str, values: Mapping[str, Any], alike: Alike) -> Iterator[Compared]:
     for key in sorted(map(str, values)):
         value = values.get(key)
         if isinstance(value, torch.Tensor):
-            if _is_whole(value):
-                yield of_tensor(f"{owner}: {key}", value)
+            tensor = alike(value)
+            if tensor is not None:
+                yield of_tensor(f"{owner}: {key}", tensor)
         elif isinstance(value, (int, float)):
             yield of_array(f"{owner}: {key}", np.array(value))
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not hasattr(tensor, "to_local")

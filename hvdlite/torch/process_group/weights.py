@@ -1,14 +1,20 @@
-"""The check that ranks of DistributedDataParallel have the same weights (HVDLITE_CHECK_WEIGHTS).
+"""The check that replicas have the same weights, by optimizers that know nothing of ranks.
 
-The optimizer of such a model is one of torch that knows nothing of ranks, so a hook of all
-optimizers finds the models whose parameters it has. What no such model has is not compared: shards
-of FSDP, stages of a pipeline, and what the model was told to ignore.
+A hook of all optimizers finds the models whose parameters they have (HVDLITE_CHECK_WEIGHTS):
+
+- of `DistributedDataParallel`, all ranks of its process group have what it reduces;
+- a `DTensor`, as of FSDP2 and of sharded operators, is compared along each axis of its mesh on
+  which it is a replica: along others, ranks have different parts;
+- `FullyShardedDataParallel` has replicas with HYBRID_SHARD and NO_SHARD.
+
+What no two ranks have alike is not compared, which is said once.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -17,63 +23,169 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.weights_check import WeightsCheck, check_by_setting
 from hvdlite.common.plain.comparison import Compared
 from hvdlite.torch.subclass import OptimizerMixin
-from hvdlite.torch.weights import weights_of
+from hvdlite.torch.weights import Alike, weights_of, whole
 
 # Optimizers of torch that divide the state of another one among the ranks.
 _DIVIDING = "ZeroRedundancyOptimizer"
+_FSDP1 = "FullyShardedDataParallel"
+_FSDP1_PREFIX = "_fsdp_wrapped_module."  # It puts this into names.
 
 
-class _Model:
-    """What one optimizer has of one model."""
+class _Replicas:
+    """What one optimizer has that some ranks have alike."""
 
-    def __init__(self, model: Any, names: dict[torch.Tensor, str], check: WeightsCheck) -> None:
-        self._model, self._check = ref(model), check
+    def __init__(
+        self, names: dict[torch.Tensor, str], check: WeightsCheck, alike: Alike = whole
+    ) -> None:
+        self._check, self._alike = check, alike
         self._places = {name: ref(parameter) for parameter, name in names.items()}
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Compare where it is time to, unless ranks may have uneven numbers of steps: Join."""
-        model: Any = self._model()
-        if model is not None and not model._join_config.enable:
-            self._check.step(lambda: self._tensors(optimizer))
+        """Compare where it is time to."""
+        self._check.step(lambda: self._tensors(optimizer))
 
     def _tensors(self, optimizer: Optimizer) -> Iterator[Compared]:
         divided = any(base.__name__ == _DIVIDING for base in type(optimizer).__mro__)
         places = {name: place() for name, place in self._places.items()}
         names = {parameter: name for name, parameter in places.items() if parameter is not None}
-        return weights_of(optimizer, names, state=not divided)
+        return weights_of(optimizer, names, state=not divided, alike=self._alike)
+
+
+class _Model(_Replicas):
+    """What one optimizer has of one `DistributedDataParallel`."""
+
+    def __init__(self, model: Any, names: dict[torch.Tensor, str], check: WeightsCheck) -> None:
+        super().__init__(names, check)
+        self._model = ref(model)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Compare where it is time to, unless ranks may have uneven numbers of steps: Join."""
+        model: Any = self._model()
+        if model is not None and not model._join_config.enable:
+            super().stepped(optimizer)
 
 
 @cache
 def watch_optimizers() -> None:
     """Look at all steps of all optimizers from now on; the first call counts."""
-    followed: WeakKeyDictionary[Optimizer, list[_Model]] = WeakKeyDictionary()
+    followed: WeakKeyDictionary[Optimizer, list[_Replicas]] = WeakKeyDictionary()
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
-        if isinstance(optimizer, OptimizerMixin):  # It has a check of its own.
-            return
         if optimizer not in followed:
-            followed[optimizer] = _models_of(optimizer)
-        for model in followed[optimizer]:
-            model.stepped(optimizer)
+            followed[optimizer] = _replicas_of(optimizer)
+        for replicas in followed[optimizer]:
+            replicas.stepped(optimizer)
 
     register_optimizer_step_post_hook(stepped)
 
 
-def _models_of(optimizer: Optimizer) -> list[_Model]:
-    """Return the models whose parameters the optimizer has, in the order of these.
+def _replicas_of(optimizer: Optimizer) -> list[_Replicas]:
+    """Return what the optimizer has of replicas, in an order that ranks have in common.
 
     None for an optimizer inside another one, whose step is not over when its own is.
     """
+    parameters = [each for group in vars(optimizer)["param_groups"] for each in group["params"]]
+    on_meshes = [parameter for parameter in parameters if hasattr(parameter, "to_local")]
+    wrapped = isinstance(optimizer, OptimizerMixin)  # It has a check of its own of all others.
+    if wrapped and not on_meshes:
+        return []
     objects = gc.get_objects()
     optimizers = [each for each in objects if issubclass(type(each), Optimizer)]
     if any(value is optimizer for each in optimizers for value in vars(each).values()):
         return []
-    groups = optimizer.param_groups
-    places = {id(each): place for place, each in enumerate(p for g in groups for p in g["params"])}
-    found: dict[int, _Model] = {}
+    found: list[_Replicas] = []
+    if on_meshes:
+        found += _along_axes(optimizer, on_meshes, objects)
+    if not wrapped:
+        found += [*_models_of(parameters, objects), *_of_fsdp1(optimizer, parameters, objects)]
+    return found
+
+
+def _along_axes(
+    optimizer: Optimizer, parameters: Sequence[Any], objects: Sequence[Any]
+) -> Iterator[_Replicas]:
+    """Yield what is compared of DTensors: a part along each axis of a mesh on which it is whole."""
+    names = _names_of(parameters, objects)
+    axes: dict[tuple[Any, int], dict[torch.Tensor, str]] = {}
+    for parameter in parameters:
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
+                key = parameter.device_mesh, axis
+                axes.setdefault(key, {})[parameter] = names[parameter]
+    if not axes:
+        _say_that_nothing_is_compared(optimizer)
+    for (mesh, axis), known in axes.items():
+        check = _check(f"mesh.{axis}", known, mesh.get_group(axis))
+        if check is not None:
+            yield _Replicas(known, check, functools.partial(_along, mesh, axis))
+
+
+def _along(mesh: Any, axis: int, tensor: Any) -> torch.Tensor | None:
+    """Return what ranks along an axis have alike of a tensor."""
+    if not hasattr(tensor, "to_local"):  # Such as the number of steps of a parameter.
+        return whole(tensor)
+    if tensor.device_mesh != mesh or not tensor.placements[axis].is_replicate():
+        return None
+    return whole(tensor.detach().to_local())
+
+
+def _of_fsdp1(
+    optimizer: Optimizer, parameters: Sequence[Any], objects: Sequence[Any]
+) -> Iterator[_Replicas]:
+    """Yield what is compared of models of `FullyShardedDataParallel`, the outermost ones."""
+    models = [each for each in objects if type(each).__name__ == _FSDP1]
+    inner = {id(each) for model in models for each in model.modules() if each is not model}
+    for model in models:
+        own = {id(parameter) for parameter in model.parameters()}
+        known = [parameter for parameter in parameters if id(parameter) in own]
+        if id(model) in inner or not known:
+            continue
+        replicated = model.sharding_strategy.name == "NO_SHARD"
+        group = model.process_group if replicated else getattr(model, "_inter_node_pg", None)
+        if group is None:
+            _say_that_nothing_is_compared(optimizer)
+            continue
+        names = _names_of(known, [model])
+        check = _check("fsdp", names, group)
+        if check is not None:
+            yield _Replicas(names, check)
+
+
+def _say_that_nothing_is_compared(optimizer: Optimizer) -> None:
+    warn_user(
+        f"HVDLITE_CHECK_WEIGHTS compares nothing of {type(optimizer).__name__}: its parameters are "
+        "divided among all ranks, and no two ranks have the same part"
+    )
+
+
+def _names_of(parameters: Sequence[Any], objects: Sequence[Any]) -> dict[torch.Tensor, str]:
+    """Return names in the models that have the parameters, or else their numbers."""
+    modules = [each for each in objects if issubclass(type(each), torch.nn.Module)]
+    inner = {id(each) for module in modules for each in vars(module).get("_modules", {}).values()}
+    found = {
+        id(parameter): name.replace(_FSDP1_PREFIX, "")
+        for module in modules
+        if id(module) not in inner and "_parameters" in vars(module)
+        for name, parameter in module.named_parameters()
+    }
+    return {each: found.get(id(each), f"{number}") for number, each in enumerate(parameters)}
+
+
+def _check(kind: str, names: dict[torch.Tensor, str], group: Any) -> WeightsCheck | None:
+    caller = getattr(group, "_caller", None)  # Another backend has none.
+    if caller is None:
+        return None
+    return check_by_setting(f"{kind}.{min(names.values())}.{len(names)}", caller.process_set)
+
+
+def _models_of(parameters: Sequence[Any], objects: Sequence[Any]) -> list[_Replicas]:
+    """Return the models whose parameters an optimizer has, in the order of these."""
+    places = {id(each): place for place, each in enumerate(parameters)}
+    found: dict[int, _Replicas] = {}
     for model in objects:
         if not issubclass(type(model), DistributedDataParallel):
             continue
@@ -85,12 +197,7 @@ def _models_of(optimizer: Optimizer) -> list[_Model]:
             for name, parameter in model.module.named_parameters()
             if id(parameter) in places and name not in model.parameters_to_ignore
         }
-        caller = getattr(model.process_group, "_caller", None)  # Another backend has none.
-        if names and caller is not None:
-            label = f"ddp.{min(names.values())}.{len(names)}"
-            check = check_by_setting(label, caller.process_set)
-            if check is not None:
-                found[min(places[id(parameter)] for parameter in names)] = _Model(
-                    model, names, check
-                )
+        check = _check("ddp", names, model.process_group) if names else None
+        if check is not None:
+            found[min(places[id(parameter)] for parameter in names)] = _Model(model, names, check)
     return [model for _, model in sorted(found.items())]

@@ -100,6 +100,21 @@ def ddp_weights_of_one_rank_are_not_compared() -> None:
 
 
 @feature(2)
+def ddp_weights_of_local_sgd_are_not_compared() -> None:
+    """Each rank steps by its own gradients until the next average."""
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+
+    with weights_compared_every_two_steps():
+        ddp = DistributedDataParallel(models.make_model())
+        alone, _ = dist.new_subgroups(group_size=1)
+        state = hook.PostLocalSGDState(None, alone, start_localSGD_iter=1)
+        ddp.register_comm_hook(state, hook.post_localSGD_hook)
+        steps_of(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 5)
+    weights = hvd.allgather(ddp.module[0].weight.detach()[None])
+    assert not torch.equal(*weights)
+
+
+@feature(2)
 def ddp_static_graph_and_bucket_views() -> None:
     trained = trained_by_ddp(gradient_as_bucket_view=True, static_graph=True)
     models.close(trained, models.trained_alone())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.parallel.process_group import models
-from tests.parallel.process_group.check_ddp import own_batches
+from tests.parallel.process_group.check_ddp import own_batches, weights_compared_every_two_steps
 from tests.parallel.process_group.features import Skipped, feature
 
 
@@ -60,6 +62,62 @@ def fsdp2_hybrid() -> None:
     models.close(model, models.trained_alone())
     whole = sum(parameter.numel() for parameter in models.make_model().parameters())
     assert own_values(model) == whole // 2
+
+
+def stepped_from(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    models.train(model, optimizer, [own_batches()[0] for _ in range(count)])
+
+
+@feature(4)
+def fsdp2_replicas_are_compared() -> None:
+    """Ranks 1 and 3 have the same half of each parameter: along the axis "replicate"."""
+    with weights_compared_every_two_steps():
+        model = sharded(cpu_mesh(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        stepped_from(model, optimizer, 20)
+        if dist.get_rank() == 3:
+            optimizer.state[model[2].bias]["momentum_buffer"].to_local()[3] += 1
+        if dist.get_rank() % 2 == 0:
+            optimizer.step()
+            optimizer.step()
+            return
+        with pytest.raises(RuntimeError) as error:
+            optimizer.step()
+            optimizer.step()
+    text = str(error.value)
+    assert text.startswith("weights have diverged at step 22: ranks 1 and 3 differ"), text
+    assert "first in '2.bias: momentum_buffer': element [3] is" in text, text
+
+
+@feature(2)
+def fsdp2_parts_are_not_compared() -> None:
+    """Each rank has a part of its own, which is said once."""
+    with weights_compared_every_two_steps(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = sharded(cpu_mesh(2))
+        stepped_from(model, models.adam(model), 4)
+    told = [str(each.message) for each in caught if "CHECK_WEIGHTS" in str(each.message)]
+    assert len(told) == 1 and "compares nothing of Adam: its parameters are divided" in told[0]
+
+
+@feature(2)
+def fsdp1_replicas_are_compared() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    with weights_compared_every_two_steps():
+        model = FullyShardedDataParallel(
+            models.make_model(),
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        optimizer = models.adam(model)
+        stepped_from(model, optimizer, 4)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                next(iter(model.parameters()))[2] += 1
+        with pytest.raises(RuntimeError, match="diverged at step 6: ranks 0 and 1 differ"):
+            stepped_from(model, optimizer, 2)
 
 
 @feature(2)
