@@ -217,9 +217,10 @@ def _reason(slow: Group, rest: Group, lost: float) -> tuple[str, str] | None:
 
 
 def _slow_link(every: Group, whole: float) -> Straggler | None:
-    """Return the host whose link is slow: it sends again, or answers reach it later than others.
+    """Return the hosts whose link is slow: they send again, or answers reach one later than others.
 
-    All ranks wait for a link, so that none of them waits less than others.
+    Packets that get lost are sent again by the host at their other end, too. All ranks wait for a
+    link, so that none of them waits less than others.
     """
     by_host: dict[str, list[Pace]] = {}
     for pace in every.paces:
@@ -229,22 +230,39 @@ def _slow_link(every: Group, whole: float) -> Straggler | None:
     exchange = every.each("exchange_waited_seconds_total")
     if exchange < LEAST_EXCHANGE * whole:
         return None
-    for host, paces in by_host.items():
-        here = Group(paces, True)
+    here = {host: Group(paces, True) for host, paces in by_host.items()}
+    again = {host: group.a_second("retransmits_total") for host, group in here.items()}
+    most = max(again.values())
+    ends = [host for host, count in again.items() if len(again) == 2 or count >= most / 3]
+    if most >= MOST_RETRANSMITS and len(ends) == 2:
+        return _between(ends, every, exchange, whole, sum(again[host] for host in ends))
+    for host, group in here.items():
         rest = Group([pace for pace in every.paces if pace.host != host], True)
-        again, usual = here.a_second("retransmits_total"), rest.a_second("retransmits_total")
-        later = _more(here, rest, "peers_waited_seconds_total")
-        earlier = -sum(_more(here, rest, f"{name}_seconds_total") for name in ("compute", "data"))
+        later = _more(group, rest, "peers_waited_seconds_total")
+        earlier = -sum(_more(group, rest, f"{name}_seconds_total") for name in ("compute", "data"))
         why = ""
-        if again >= MOST_RETRANSMITS and again >= 3 * usual:
-            why = f"its host sends {again:.0f} TCP segments a second again, so its link loses some"
+        if most >= MOST_RETRANSMITS and ends == [host]:
+            why = f"its host sends {most:.0f} TCP segments a second again, so its link loses some"
         elif later >= max(LEAST_SHARE * whole, LEAST_SECONDS) and earlier < later / 2:
             why = f"answers reach its host {spell(later)} later than others: its link is slow"
-        if why and len(here) > 1:
+        if why and len(group) > 1:
             why = why.replace("its", "their")
         if why:
-            return _straggler(here, exchange, exchange / whole, LINK, why, True)
+            return _straggler(group, exchange, exchange / whole, LINK, why, True)
     return None
+
+
+def _between(
+    hosts: Sequence[str], every: Group, exchange: float, whole: float, again: float
+) -> Straggler:
+    """Return a link of which both ends send again: nobody knows which of them is at fault."""
+    ranks = tuple(sorted(pace.rank for pace in every.paces if pace.host in hosts))
+    text = (
+        f"the link between hosts {' and '.join(sorted(hosts))} makes all ranks wait "
+        f"{spell(exchange)} a step ({exchange / whole:.0%}): {again:.0f} TCP segments a second are "
+        "sent again"
+    )
+    return Straggler(ranks, "", exchange, exchange / whole, LINK, text)
 
 
 class Watch:

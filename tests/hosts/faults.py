@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.lab import INSIDE, NETWORKS, Lab, environment, program
+from tests.hosts.lab import INSIDE, NETWORKS, Lab, do, environment, program
 
 Cut = Callable[[Lab, str], AbstractContextManager[None]]
 DOCKER = "172.17.0.1"  # the address of docker0 on every host that has Docker
@@ -45,6 +45,26 @@ def unplugged(lab: Lab, host: str, networks: Sequence[int] = NETWORKS) -> Iterat
         yield
     finally:
         lab.ip("hub", *(f"link set {host}{net} up" for net in networks))
+
+
+@contextlib.contextmanager
+def slow_link(lab: Lab, host: str, mbit: int, networks: Sequence[int] = NETWORKS) -> Iterator[None]:
+    """Let a host send, and be sent, only so much a second in each network."""
+    if program("tc") is None:
+        pytest.skip("a slow link needs tc")
+    limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "32kb", "latency", "100ms")
+    places = [(lab.nodes[host].pid, f"eth{net}") for net in networks]
+    places += [(lab.hub.pid, f"{host}{net}") for net in networks]
+
+    def change(what: str, *words: str) -> None:
+        for pid, device in places:
+            do(["nsenter", "-t", str(pid), "-n", "tc", "qdisc", what, "dev", device, *words])
+
+    change("add", *limit)
+    try:
+        yield
+    finally:
+        change("del", "root")
 
 
 @contextlib.contextmanager

@@ -1,19 +1,23 @@
-"""The live view of a job on several hosts: what they send."""
+"""The live view of a job on several hosts: what they send, and which of them is slow."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 from hvdlite.common.plain.metrics import MOST_CHARACTERS
-from tests.hosts import sites
+from tests.hosts import faults, sites
+from tests.hosts.lab import ROOT, SHARED, Lab
 from tests.hosts.sites import ThreeHosts
 from tests.launcher.elastic.jobs import Watch
+from tests.launcher.live.following import Followed
 
 pytestmark = pytest.mark.timeout(120)
 MESSAGES = 4
+MS = r"[\d.]+ m?s"
 
 
 class Gathered:
@@ -54,3 +58,26 @@ def test_a_host_sends_one_message_a_second(
     for host, times in gathered.times.items():
         assert len(times) <= times[-1] - times[0] + 1.5, (host, times)
         assert max(gathered.ranks[host]) == 2, "those of both ranks go together"
+
+
+def test_a_slow_host_and_a_slow_link_are_named(lab: Lab) -> None:
+    pytest.importorskip("torch")
+    file = Path(lab.folder / "shared" / "reason")
+    inside = lab.write(file.name, "")
+    command = [sys.executable, "-m", "tests.launcher.live.hasty", "-np", "4"]
+    command += ["-H", "nodea:2,nodeb:2", "--metrics-port", "0", sys.executable, "-m"]
+    command += ["tests.launcher.live.slowed_training", inside, "2", "512"]
+    variables = {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(SHARED / "inductor")}
+    with lab.start("nodea", *command, **variables) as running:
+        job = Followed(running.process, file)
+        job.slow_down("data")
+        slow = rf"ranks 2-3 \(host nodeb\) make the others wait {MS} a step \(.*\): "
+        job.must_say(rf"{slow}their data takes {MS}, that of the others {MS}")
+        with faults.slow_link(lab, "nodeb", mbit=20):
+            job.slow_down("")
+            job.must_say(
+                rf"the link between hosts nodea and nodeb makes all ranks wait {MS} a step \(.*\): "
+                r"\d+ TCP segments a second are sent again"
+            )
+        job.slow_down("end")
+        assert running.finish(30).returncode == 0

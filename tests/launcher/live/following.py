@@ -52,12 +52,12 @@ class Followed:
         new.write_text(reason)
         os.replace(new, self._file)
         if reason != "end":
-            self._wait(f"slowed by {reason}")
+            self._wait(f"slowed by {reason}".strip())
 
     def must_say(self, pattern: str) -> None:
         """Wait until hvdlite-run says at each look what `pattern` matches."""
         end, right = time.monotonic() + LIMIT_SECONDS, 0
         while right < LOOKS:
             line = self._next(end)
-            if "the others wait" in line:
+            if "wait" in line:
                 right = right + 1 if re.fullmatch(f"hvdlite-run: {pattern}", line) else 0
