@@ -3,8 +3,9 @@
     python benchmarks/live_flood.py            # 2 ranks, 1000 requests a second
 
 A job runs with `--metrics-port`. In turns nobody asks, and a process asks so often a second. Prints
-the processor time of the launcher, which is what ranks may lack, and the median step in both turns;
-the process that asks needs processor time, too, which would be that of another host.
+the processor time of the launcher, which is what ranks may lack, the median step in both turns, and
+by how much a step is longer than in the turn before. The process that asks needs processor time,
+too, which would be that of another host: this is in the step.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", type=int, default=1000)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=1.5)
     options = parser.parse_args()
     steps = int((2 * options.turns * options.seconds + WARM_SECONDS + 10) / 10e-3)
     words = ["-np", str(options.ranks), "--metrics-port", "0", sys.executable, "-c", SCRIPT]
@@ -112,17 +113,24 @@ def main() -> None:
     printed.seek(0)
     found = [line.split()[-2:] for line in printed if ":step " in line]
     print(f"{asked} requests, {answered} answers")
+    steps_of = [
+        [float(length) for at, length in found if began <= float(at) < end]
+        for began, end, _, _ in turns
+    ]
     for flooded in (False, True):
         shares = [share for _, _, kind, share in turns if kind == flooded]
-        took = [
-            float(length) for at, length in found
-            if any(a <= float(at) < b for a, b, kind, _ in turns if kind == flooded)
-        ]  # fmt: skip
+        took = [length for steps in steps_of[int(flooded) :: 2] for length in steps]
         low, high = 100 * min(shares), 100 * max(shares)
         print(
             f"{'flooded' if flooded else 'quiet':8} launcher {100 * statistics.median(shares):.2f} "
             f"% of a core ({low:.2f} to {high:.2f}), step {duration(statistics.median(took))}"
         )
+    longer = [
+        100 * (statistics.median(flooded) / statistics.median(quiet) - 1)
+        for quiet, flooded in zip(steps_of[::2], steps_of[1::2], strict=True)
+    ]
+    low, middle, high = statistics.quantiles(longer, n=4)
+    print(f"a step is {middle:.2f} % longer (quartiles {low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":
