@@ -153,8 +153,8 @@ class CollectiveSettings:
     check_weights: int = setting(
         0, "CHECK_WEIGHTS", number(int, 0, "steps"),
         "Compare the weights and the optimizer state of all ranks bit by bit, after the first step "
-        "(the second in Keras) and then every so many: what differs is an error that names it (see "
-        "troubleshooting.md); 0 is never.",
+        "(the second in TensorFlow and Keras), and then every so many: what differs is an error "
+        "that names it (see troubleshooting.md); 0 is never.",
         flag="--check-weights", yaml="weights_check.steps", alias=False,
     )  # fmt: skip
     stall_check_disable: bool = setting(
