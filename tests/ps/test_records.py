@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hvdlite.common.plain.metrics import METRICS
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.connections.records import Records, Row, path_of_process
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
 from hvdlite.ps.tables.table import Table
 from hvdlite.tools.timeline_reader import check
+from tests.ps.cluster import SIZES, Cluster, trainers
 from tests.ps.processes import cluster
 from tests.ps.scripts.torch_digits import main
 from tests.ps.sites import Site
@@ -72,6 +75,25 @@ def test_nothing_is_stale_in_sync() -> None:
         for worker in range(2):
             (answer,) = pull(table, worker, clock + 1)
             assert answer.message.body["stale"] == 0
+
+
+def test_a_worker_counts_for_the_live_view(new_cluster: Callable[..., Cluster]) -> None:
+    first, second = trainers(new_cluster(servers=1, workers=2), 2, ASYNC)
+    counts = first.worker._client.records.counts
+    assert counts() == {"server_requests": 0, "staleness": 0}
+    second.train(3)
+    first.train(2)
+    found = counts()
+    assert found["server_requests"] == 0 and found["staleness"] == 0
+    for kind in ("push", "pull"):
+        assert found[f"collective_calls_total.{kind}"] == 2
+        assert found[f"collective_bytes_total.{kind}"] == 2 * 8 * sum(SIZES)
+        assert 0 < found[f"collective_seconds_total.{kind}"] < 60
+    second.train(6)
+    first.push()
+    first.table.pull(first.values)
+    assert counts()["staleness"] == 3
+    assert {name.partition(".")[0] for name in found} <= {*METRICS}
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

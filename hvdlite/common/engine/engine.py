@@ -223,6 +223,11 @@ class Engine:
         return self._backends
 
     @property
+    def reported(self) -> tuple[int, int]:
+        """How many tensors were reported to the coordinator, and how many of them by a bit."""
+        return self._memory.reported, self._memory.reported_by_bit
+
+    @property
     def clock_offset_seconds(self) -> float:
         """How far the monotonic clock of rank 0 is ahead; 0 until rank 0 has answered."""
         return self._control_plane.clock_offset_seconds

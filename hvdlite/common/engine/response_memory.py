@@ -100,6 +100,8 @@ class ResponseMemory:
         self._sets: dict[int, _SetMemory] = {}
         # Returns the data that an entry sends with its report, or None; None where none does.
         self.data_of: Callable[[Entry], bytes | None] | None = None
+        # How many entries were reported, and how many of them by a bit.
+        self.reported = self.reported_by_bit = 0
 
     def reports(self, entries: Sequence[Entry]) -> tuple[Report, ...]:
         """Return the reports of `entries`: by bit where they were answered before.
@@ -130,6 +132,9 @@ class ResponseMemory:
             else:
                 entry.sent_bit = bit
                 bits.append(bit)
+        for bits, requests in sets.values():
+            self.reported += len(bits) + len(requests)
+            self.reported_by_bit += len(bits)
         return tuple(
             Report(process_set_id, (self._rank,), _bit_set(tuple(bits)), tuple(requests))
             for process_set_id, (bits, requests) in sets.items()

@@ -37,6 +37,7 @@ OF_STEPS = (
     "exchange_hidden_seconds_total", "exchange_waited_seconds_total", "peers_waited_seconds_total",
     "samples_total",
 )  # fmt: skip
+OF_REQUESTS = "requests_total", "cached_requests_total"
 OF_COLLECTIVES = (
     "collective_calls_total", "collective_tensors_total", "collective_bytes_total",
     "collective_seconds_total",
@@ -50,7 +51,8 @@ class Counts(Following):
         """Begin to count; steps of a trainer that has begun one after it if `between_steps`."""
         super().__init__(runtime)
         self._lock = threading.Lock()  # Guards the sums.
-        self._sums: dict[str, float] = dict.fromkeys(OF_STEPS, 0)
+        self._sums: dict[str, float] = dict.fromkeys((*OF_STEPS, *OF_REQUESTS), 0)
+        self._reported = runtime.engine.reported
         self._by_collective: dict[str, list[float]] = {}
         self._last_end: float | None = None
         self._waited_until = 0.0  # Of collectives that belong to no step.
@@ -87,7 +89,10 @@ class Counts(Following):
 
     def enter(self, runtime: Runtime) -> None:
         """Go on in another world; the time between them belongs to no step."""
-        super().enter(runtime)
+        with self._lock:
+            self._count_requests()
+            super().enter(runtime)
+            self._reported = runtime.engine.reported
         self._last_end = None
 
     # -- what occurs
@@ -145,6 +150,7 @@ class Counts(Following):
     def values(self) -> dict[str, float]:
         """Return all counts by their public names."""
         with self._lock:
+            self._count_requests()
             found = dict(self._sums)
             for collective, sums in self._by_collective.items():
                 found |= {
@@ -158,7 +164,12 @@ class Counts(Following):
         worker = this_process.worker
         if worker is not None:
             found |= {"world": worker.epoch, "commit": worker.commit}
-        return found | self._process.values()
+        return found | this_process.server_counts() | self._process.values()
+
+    def _count_requests(self) -> None:
+        before, self._reported = self._reported, self._runtime.engine.reported
+        for name, now, then in zip(OF_REQUESTS, self._reported, before, strict=True):
+            self._sums[name] += now - then
 
     def wait_for_steps(self, steps: int, seconds: float) -> int:
         """Return when so many more steps have ended, or after so long without one; how many did."""

@@ -6,6 +6,7 @@ It stands below runtimes and does not know what one is: `hvdlite.common.runtime.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from hvdlite.common.base.errors import NOT_INITIALIZED
@@ -39,6 +40,8 @@ class ProcessState(Generic[R, W]):
         self.no_rank = ""
         # Set by the first init of a worker of an elastic job, for the life of the process.
         self.worker: W | None = None
+        # Returns what the worker of a parameter server in this process counts, by public names.
+        self.server_counts: Callable[[], dict[str, float]] = dict
         # Whether init has looked for misspelt variables.
         self.warned = False
         # Held by the thread that is in init. Reentrant, because a signal handler may call init.

@@ -46,6 +46,9 @@ class Records:
         self._own_timeline = False
         self._lock = threading.Lock()  # Guards the file.
         self._since: dict[tuple[str, str, str], float] = {}
+        # By kind: how many have ended, their bytes and seconds. None before the first `counts`.
+        self._counts: dict[str, tuple[int, int, float]] | None = None
+        self._stale = 0  # Of the last push.
         # Of the wall clock, which must not jump in between.
         self._shift = time.time() - time.monotonic()
         if rows is not None:
@@ -53,7 +56,21 @@ class Records:
 
     @property
     def enabled(self) -> bool:
-        return self._file is not None or (self._timeline is not None and self._timeline.enabled)
+        if self._counts is not None or self._file is not None:
+            return True
+        return self._timeline is not None and self._timeline.enabled
+
+    def counts(self) -> dict[str, float]:
+        """Return numbers for the live view, which are counted from the first call on."""
+        if self._counts is None:
+            self._counts = {}
+        found = {"server_requests": float(len(self._since)), "staleness": float(self._stale)}
+        for kind, (calls, nbytes, seconds) in list(self._counts.items()):
+            found[f"collective_calls_total.{kind}"] = calls
+            found[f"collective_tensors_total.{kind}"] = calls
+            found[f"collective_bytes_total.{kind}"] = nbytes
+            found[f"collective_seconds_total.{kind}"] = seconds
+        return found
 
     def begin(self, kind: str, table: str, peer: str = "") -> None:
         """Note that a push, pull or update begins; one that is sent again has begun before."""
@@ -74,6 +91,10 @@ class Records:
             given = {word: value for word, value in about.items() if value is not None}
             self._timeline.span_end(_track(kind, table, peer), given)
         times = start + self._shift, time.monotonic() + self._shift
+        if self._counts is not None:
+            calls, sent, seconds = self._counts.get(kind, (0, 0, 0.0))
+            self._counts[kind] = calls + 1, sent + nbytes, seconds + times[1] - times[0]
+            self._stale = stale or 0 if kind == "push" else self._stale
         with self._lock:
             if self._file is not None:
                 row = Row(kind, table, peer, clock, version, stale, *times, nbytes)

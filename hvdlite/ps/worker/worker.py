@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime.current import find as find_runtime
+from hvdlite.common.runtime.current import this_process
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import ANSWER_SECONDS, WORKER, ClusterSettings, check_token
 from hvdlite.ps.connections import outside
@@ -59,6 +60,8 @@ class Worker:
         self._client.records = Records.by_settings(
             os.environ, WORKER, self.number, None if rank is None else rank.timeline
         )
+        if rank is not None:
+            this_process.server_counts = self._client.records.counts
         self.size = settings.num_workers
         self._barriers = 0  # That this process has come to.
         self.loads = 0  # How many times the tables were loaded.

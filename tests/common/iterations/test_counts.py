@@ -49,6 +49,22 @@ def test_collectives_are_counted_with_their_bytes() -> None:
         assert found["memory_bytes"] > 1 << 20
 
 
+def test_requests_are_counted_with_those_that_the_cache_had() -> None:
+    def main(rank: int) -> list[tuple[float, float]]:
+        found = []
+        for step in range(3):
+            for name in "abc" if step else "ab":
+                hvd.synchronize(hvd.allreduce_async(np.ones(1 << 20, np.float32), name=name))
+            values = hvd.metrics()
+            found.append((values["requests_total"], values["cached_requests_total"]))
+        return found
+
+    for found in run_ranks(2, main):  # The first call of metrics() counts from itself on.
+        (all0, bits0), (all1, bits1), (all2, bits2) = found
+        assert (all1 - all0, bits1 - bits0) == (3, 2)
+        assert (all2 - all1, bits2 - bits1) == (3, 3)
+
+
 def test_the_settings_begin_it_and_the_shutdown_ends_it() -> None:
     def main(rank: int) -> tuple[bool, Counts]:
         runtime = current()
