@@ -25,6 +25,8 @@ def check_arguments_of_other_kinds() -> None:
     assigned, sharded = part(strategies=cut), part(strategies=cut)
     assigned.weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
     distributed = distribute_tensor(whole_batch(), init_device_mesh("cpu", (n,)), [Shard(0)])
+    whole = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+    sharding.shard(whole, example=example, strategies={"0": ((1, 1), (1, n))})
     limits = {"search": "dynamic_programming", "memory_limit": "1 GB"}
     for words, call in {
         "parameter_plan['weight']: a strategy has ints": lambda: part(
@@ -35,6 +37,7 @@ def check_arguments_of_other_kinds() -> None:
         "memory_limit is an int": lambda: part(**limits),
         "give this rank's share of the batch": lambda: sharded(distributed),
         "weight has come into a sharded part as": lambda: assigned(example),
+        "0 is a part of a module that shard() has cut": lambda: whole[0](example),
     }.items():
         try:
             call()

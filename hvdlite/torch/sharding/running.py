@@ -116,6 +116,9 @@ def shard(
         fn_or_module.forward = runner.run
         register: Any = fn_or_module._register_load_state_dict_pre_hook
         register(cut_what_is_loaded, with_module=True)
+        for name, module in fn_or_module.named_modules():
+            if name and any(isinstance(each, DTensor) for each in module._parameters.values()):
+                module.register_forward_pre_hook(functools.partial(_refuse_alone, name))
         return fn_or_module
 
     @functools.wraps(fn_or_module)
@@ -135,6 +138,20 @@ def _check_target(target: Any) -> None:
                     f"{name or type(target).__name__} is sharded already: shard the whole, or "
                     "parts beside each other"
                 )
+
+
+def _refuse_alone(name: str, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuse tensors that are not cut, which DTensor would do in words of its own.
+
+    While the whole is recorded, other tensors stand for parameters.
+    """
+    cut = any(isinstance(each, DTensor) for each in module._parameters.values())
+    tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
+    if cut and not all(isinstance(each, DTensor) for each in tensors):
+        raise ValueError(
+            f"{name} is a part of a module that shard() has cut, and was called alone: call the "
+            "whole, or shard each of the parts that you call one by one"
+        )
 
 
 class _Function(torch.nn.Module):
