@@ -139,6 +139,7 @@ class JobView:
         """Keep an event."""
         if kind:
             self.counted[kind] += 1
+        text = text.encode(errors="replace").decode()  # Half a character cannot be sent on.
         self.events.append(Event(now, kind, " ".join(text.split())[:LONGEST_EVENT]))
 
     def paces(self, now: float) -> list[Pace]:

@@ -87,7 +87,10 @@ class Viewer:
 
         def answered(answer: Answer) -> None:
             if number == self._asked:
-                self.panel = [answer["error"]] if "error" in answer else spelled(answer)
+                try:
+                    self.panel = [str(answer["error"])] if "error" in answer else spelled(answer)
+                except Exception as error:  # It may hold what no rank of ours would say.
+                    self.panel = [f"the answer cannot be read: {type(error).__name__}: {error}"]
                 self._changed()
 
         self._ask(request, answered)

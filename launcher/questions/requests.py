@@ -46,18 +46,24 @@ class Requests:
         self._job, self._asking, self._look = job, asking, look
 
     def make(self, request: Sequence[Any], done: Done) -> None:
-        """Answer a request, now or later. Whatever it is, this raises nothing."""
-        try:
-            self._make(request, done)
-        except Exception as error:  # No question may end a training.
-            done(_refusal(error))
+        """Answer a request once, now or later. Whatever it is, this raises nothing.
 
-    def _make(self, request: Sequence[Any], done: Done) -> None:
+        Nor must `done`.
+        """
+        try:
+            answer = self._make(request, done)
+        except Exception as error:  # No question may end a training.
+            answer = _refusal(error)
+        if answer is not None:
+            done(answer)
+
+    def _make(self, request: Sequence[Any], done: Done) -> Answer | None:
+        """Return the answer, or None where `done` gets it from ranks."""
         match request:
             case ["about"]:
-                done(self.about)
+                return self.about
             case ["look"]:
-                done({**self._look(), "job": self.about})
+                return {**self._look(), "job": self.about}
             case ["stack", int(rank)]:
                 self._ask([self._known(rank)], STACK, (), _spell_stack, done)
             case ["tensor", str(name)] if len(name) <= LONGEST_NAME:
@@ -67,6 +73,7 @@ class Requests:
                 self._timeline(steps, done)
             case _:
                 raise ValueError(f"there is no request {str(request)[:80]}")
+        return None
 
     def _ask(
         self, ranks: Sequence[RankView], kind: str, arguments: tuple[Any, ...],

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError, ProtocolError
+from hvdlite.common.connections.frames import pack
 from hvdlite.common.connections.link import Link
 from hvdlite.common.connections.listener import Listener, Refusal
 from hvdlite.common.connections.loop import Loop
@@ -72,21 +73,31 @@ class LocalService:
 
     def _received(self, link: Link, message: list[Any]) -> None:
         match message:
-            case ["ask", int(number), *request] if self._viewers[link] < MOST_OPEN:
+            case ["ask", int(number), *_] if self._viewers[link] >= MOST_OPEN:
+                self._send(link, number, {"error": f"{MOST_OPEN} questions are open already"})
+            case ["ask", int(number), *request]:
                 self._viewers[link] += 1
                 self._make(request, partial(self._answer, link, number))
             case _:
-                raise ProtocolError("it asks too much, or what cannot be read")
+                raise ProtocolError("it asks what cannot be read")
 
     def _answer(self, link: Link, number: int, answer: Answer) -> None:
         if link not in self._viewers:
             return
         self._viewers[link] -= 1
+        self._send(link, number, answer)
+
+    def _send(self, link: Link, number: int, answer: Answer) -> None:
         if link.queued_bytes > MOST_QUEUED:
             self._forget(link)
             link.close()
-        else:
-            link.send(ANSWER, number, answer)
+            return
+        try:
+            head = pack((ANSWER, number, answer))
+        except (ValueError, OverflowError, TypeError) as error:  # Of what a rank has answered.
+            why = f"the answer cannot be sent: {type(error).__name__}"
+            head = pack((ANSWER, number, {"error": why}))
+        link.send_head(head)
 
     def close(self) -> None:
         """Serve no longer; idempotent."""

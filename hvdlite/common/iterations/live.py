@@ -1,7 +1,7 @@
 """The counts of this rank while it runs: `hvd.metrics()` and `hvd.progress()`.
 
 Nothing is counted before somebody asks: by ``HVDLITE_LIVE=1``, which `hvdlite-run
---metrics-port` sets, by the first `metrics()`, or by `hvdlite-top`.
+--metrics-port` sets, by the first `metrics()` or `progress()`, or by `hvdlite-top`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ def _begin_by_setting(runtime: Runtime) -> None:
     if runtime.config.live:
         counts_of(runtime).tell_launcher()
     if launcher_pipe() is not None:
-        from hvdlite.common.iterations.orders import obey_launcher
+        from hvdlite.common.iterations.orders import launcher_has_asked_to_count, obey_launcher
 
         obey_launcher(lambda: counts_of(_own_runtime(), between_steps=True))
+        if launcher_has_asked_to_count():
+            counts_of(runtime, between_steps=True).tell_launcher()
 
 
 Trainers.on_begin.append(_begin_by_setting)
@@ -81,15 +83,14 @@ def progress(total: int, done: int = 0) -> None:
     """Say how many steps the whole training has, and how many of them are `done`.
 
     One call before the loop is enough where steps are counted: with a `DistributedOptimizer` of
-    PyTorch, and in ``fit`` of Keras. In other loops call it in each step. Raises `ValueError` for
-    numbers below 0, and before `init`.
+    PyTorch, and in ``fit`` of Keras. In other loops call it in each step. Counting begins with the
+    first call: who looks later learns how many steps were made until then. Raises `ValueError`
+    for numbers below 0, and before `init`.
     """
     if total < 0 or done < 0:
         raise ValueError(f"progress({total}, {done}): steps are numbers of at least 0")
-    trainers = current().trainers
-    counts = trainers.counts
-    steps = 0 if counts is None else counts.steps  # type: ignore[attr-defined]
-    trainers.progress = (total, done - steps)
+    runtime = current()
+    runtime.trainers.progress = (total, done - counts_of(runtime).steps)
 
 
 __all__ = ["metrics", "progress"]

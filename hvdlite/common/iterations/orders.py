@@ -45,11 +45,11 @@ def obey_launcher(counts: Callable[[], Counts]) -> None:
 
     `counts` begins to count, if need be, for a thread that does not train.
     """
-    path = launcher_pipe()
-    if path is None or path == STANDARD_ERROR or os.getpid() in _obeying:
+    folder = _folder()
+    if folder is None or os.getpid() in _obeying:
         return
     _obeying.add(os.getpid())
-    folder, rank = os.path.dirname(path), os.environ[EVENTS_VARIABLE].split(" ", 2)[1]
+    rank = os.environ[EVENTS_VARIABLE].split(" ", 2)[1]
     pipe = os.path.join(folder, f"{PIPE_NAME}.{rank}")
     with contextlib.suppress(OSError):  # The launcher is gone.
         with contextlib.suppress(FileExistsError):
@@ -59,8 +59,22 @@ def obey_launcher(counts: Callable[[], Counts]) -> None:
         threading.Thread(
             target=_obey, args=(fd, counts), name="hvdlite-orders", daemon=True
         ).start()
-        if os.path.exists(os.path.join(folder, COUNT)):  # Somebody has looked before.
-            counts().tell_launcher()
+
+
+def launcher_has_asked_to_count() -> bool:
+    """Return whether somebody has looked at this job before.
+
+    To be asked after each `init`: the order to count, which is given once, may have come to a
+    process that was none of the ranks just then, such as between two worlds of an elastic job.
+    """
+    folder = _folder()
+    return folder is not None and os.path.exists(os.path.join(folder, COUNT))
+
+
+def _folder() -> str | None:
+    """Return the folder of the launcher's pipe; None where it has none on this host."""
+    path = launcher_pipe()
+    return None if path is None or path == STANDARD_ERROR else os.path.dirname(path)
 
 
 def _obey(fd: int, counts: Callable[[], Counts]) -> None:

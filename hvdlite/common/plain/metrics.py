@@ -125,6 +125,7 @@ def unpack(line: str) -> Sample | None:
         return None
     if not all(_is_value(key, value) for key, value in values.items()):
         return None
+    tensor = tensor.encode(errors="replace").decode()  # Half a character cannot be sent on.
     return Sample(rank, size, {key: float(value) for key, value in values.items()}, tensor)
 
 

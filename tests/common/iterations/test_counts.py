@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import hvdlite
 import hvdlite.numpy as hvd
+from hvdlite.common.iterations import orders
 from hvdlite.common.iterations.counts import Counts
 from hvdlite.common.iterations.live import counts_of
 from hvdlite.common.iterations.rows import IterationTimes
@@ -121,7 +122,8 @@ def test_waits_of_collectives_outside_of_steps_are_counted_once() -> None:
 def test_progress_goes_on_with_the_steps_or_with_calls() -> None:
     def main(rank: int) -> None:
         hvd.progress(100, 40)
-        counts = counts_of(current())
+        counts = current().trainers.counts  # Else who looks later would not know of steps before.
+        assert isinstance(counts, Counts)
         assert counts.values()["progress_steps"] == 40
         counts._put(IterationTimes(0.0, None, 1.0, 0.0, 1.0), [])
         assert counts.values()["progress_steps"] == 41
@@ -208,6 +210,29 @@ def test_the_launcher_is_told_by_its_pipe(tmp_path: Path, monkeypatch: pytest.Mo
     assert (token, event, rank) == ("token", "live", "0")
     sample = unpack(text)
     assert sample is not None and sample.rank == 0 and sample.size == 1
+
+
+def test_each_init_looks_whether_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one order to count may have come between two worlds, when this process was no rank."""
+    os.mkfifo(tmp_path / "events")
+    reader = os.open(tmp_path / "events", os.O_RDWR)
+    monkeypatch.setenv("HVDLITE_LAUNCHER_EVENTS", f"token 0 {tmp_path}/events")
+    monkeypatch.setattr("hvdlite.common.iterations.counts.PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(orders, "_obeying", {os.getpid()})  # Since an init before.
+
+    def main(rank: int) -> bool:
+        current().begin([], first=True)
+        return current().trainers.counts is not None
+
+    try:
+        assert run_ranks(1, main) == [False]
+        (tmp_path / "count").touch()
+        for _ in range(2):
+            assert run_ranks(1, lambda rank: main(rank) and os.read(reader, 4096)[:12]) == [
+                b"token live 0"
+            ]
+    finally:
+        os.close(reader)
 
 
 def test_the_last_runs_of_a_tensor() -> None:

@@ -68,6 +68,9 @@ def test_questions() -> None:
     assert asked.requests[1:] == [["timeline", 10], ["tensor", "layer3"]]
     asked.answer({"error": "rank 1: no"})
     assert one.panel == ["rank 1: no"]
+    press(one, "t\r")
+    asked.answer({"calls": [{"ago": "?"}], "name": "x"})
+    assert one.panel[0].startswith("the answer cannot be read: ")
     press(one, "tq\x1b")
     assert not quits
     press(one, "\x1b")

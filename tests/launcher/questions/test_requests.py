@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
-import msgpack
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hvdlite.common.connections.frames import pack
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.orders import pack_answer, unpack_order
 from hvdlite.launcher.live.job_view import JobView
+from hvdlite.launcher.live.keyboard import ENTER
+from hvdlite.launcher.live.snapshot import snapshot
+from hvdlite.launcher.live.viewer import Viewer
 from hvdlite.launcher.questions.asking import Asking
 from hvdlite.launcher.questions.requests import Requests
 
@@ -35,8 +39,17 @@ def answers(request: Any, rank_says: Any) -> dict[str, Any]:
     while not found:
         loop.run_once(1.0)
     loop.close()
-    msgpack.packb(found[0])
     return found[0]
+
+
+def shown(request: list[Any], answer: dict[str, Any]) -> list[str]:
+    """What one who looks is shown of an answer."""
+    viewer = Viewer(lambda _, done: done(answer), lambda: None)
+    viewer.chosen = 0
+    viewer.job = {"ranks": [{"host": "a", "rank": 0, "slow": False, "tensor": "w"}]}
+    for key in {"stack": ["s"], "tensor": ["t", ENTER], "timeline": ["w"]}[request[0]]:
+        viewer.press(key)
+    return viewer.panel
 
 
 def test_what_is_answered() -> None:
@@ -51,7 +64,8 @@ def test_what_is_answered() -> None:
     assert "too long" in answers(["tensor", "\u20ac" * 400], {})["error"]
 
 
-VALUES = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.floats())
+TEXTS = st.text(st.characters(), max_size=5)  # With halves of characters.
+VALUES = st.none() | st.integers() | st.floats() | TEXTS | st.lists(st.floats())
 ANSWERS = VALUES | st.dictionaries(
     st.sampled_from(["runs", "name", "stack", "file", "steps", "seconds", "error", "others"]),
     VALUES | st.lists(st.lists(VALUES, max_size=6), max_size=3),
@@ -62,8 +76,13 @@ ANSWERS = VALUES | st.dictionaries(
 @given(
     request_=st.sampled_from([["stack", 0], ["tensor", "w"], ["timeline", 3]]), says=ANSWERS
 )  # fmt: skip
+@example(["stack", 0], "\ud800")
 def test_whatever_a_rank_says(request_: list[Any], says: Any) -> None:
-    answers(request_, says)
+    job = JobView()
+    job.take("a", 0, json.dumps([1, 0, 1, says, {}]), 0.0)
+    pack([snapshot(job, 0.0, 0.0)])
+    lines = shown(request_, answers(request_, says))
+    assert lines and all(isinstance(line, str) for line in lines)
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ class Served:
     def __init__(self) -> None:
         self.loop = EventLoop()
         self.asked: list[Any] = []
+        self.answer: dict[str, Any] | None = None  # None: the request.
         self.service = LocalService(self.loop, self._make)
         self._over = False
         self._thread = threading.Thread(target=self._run)
@@ -42,7 +44,7 @@ class Served:
     def _make(self, request: Any, done: Any) -> None:
         self.asked.append(request)
         if request != ["later"]:
-            done({"request": list(request)})
+            done(self.answer or {"request": list(request)})
 
     def _run(self) -> None:
         while not self._over:
@@ -79,8 +81,22 @@ def test_a_request_is_answered(served: Served, folder: Path) -> None:
     assert other.ask_now(["look"]) == {"request": ["look"]}
     for _ in range(service.MOST_OPEN):
         other.ask(["later"], lambda answer: None)
-    with pytest.raises(Unreachable, match="has ended"):
-        other.ask_now(["one too many"])
+    assert other.ask_now(["one too many"]) == {"error": "8 questions are open already"}
+    assert ["one too many"] not in served.asked
+    other.close()
+    loop.close()
+
+
+@pytest.mark.parametrize("value", ["\ud800", 1 << 64, object()])
+def test_an_answer_that_cannot_be_sent(served: Served, value: object) -> None:
+    served.answer = {"stack": value}
+    loop = EventLoop()
+    connection = JobConnection(loop, find_jobs()[0][0])
+    for _ in range(2):
+        answer = connection.ask_now(["stack", 0])
+        assert re.match("the answer cannot be sent: .*Error", answer["error"]), answer
+    assert list(served.service._viewers.values()) == [0]
+    connection.close()
     loop.close()
 
 
