@@ -7,6 +7,7 @@ Nothing is counted before somebody asks: by ``HVDLITE_LIVE=1``, which `hvdlite-r
 from __future__ import annotations
 
 import threading
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hvdlite.common.base.report_failure import launcher_pipe
@@ -66,6 +67,8 @@ def _begin_by_setting(runtime: Runtime) -> None:
 
 
 Trainers.on_begin.append(_begin_by_setting)
+if launcher_pipe() is not None:  # In `init` the other ranks of an elastic job would wait for it.
+    import_module("hvdlite.common.iterations.orders")
 
 
 def metrics() -> dict[str, float]:

@@ -234,7 +234,10 @@ def new_launcher(job: ElasticJob, options: ElasticOptions) -> Launcher:
     nothing = lambda *_: None  # noqa: E731
     outside: Any = SimpleNamespace(
         options=launch, environ={}, loop=SimpleNamespace(look_every=nothing),
-        live=SimpleNamespace(note=nothing, receive=nothing), say=nothing,
+        live=SimpleNamespace(
+            note=nothing, receive=nothing, orders=SimpleNamespace(receive=nothing)
+        ),
+        say=nothing,
         output=SimpleNamespace(begin=nothing, end=nothing, feed=nothing),
     )  # fmt: skip
     Agent.job = job
