@@ -20,6 +20,7 @@ FEWEST_ROWS = 4
 # The parts of a step, each with its sign in the bar.
 PARTS = {"compute": "█", "data": "▒", "waited": "░"}
 TIMES = ("compute", "data", "hidden", "waited")
+YEAR = 365 * 24 * 3600.0
 
 
 def check_rich(who: str = "--live") -> None:
@@ -136,7 +137,9 @@ def _summary(job: Snapshot) -> str:
     progress = job["progress"]
     if progress is not None:
         parts += [f"{progress['done']:.0f} of {progress['total']:.0f} steps"]
-        if progress["left"] is not None:
+        if progress["left"] is not None and progress["left"] > YEAR:
+            parts += ["ends in more than a year"]
+        elif progress["left"] is not None:
             at = time.strftime("%H:%M", time.localtime(progress["ends_at"]))
             parts += [f"ends in {_spell_long(progress['left'])}, at {at}"]
     return " | ".join(parts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdlite.common.plain.metrics import LONGEST_NAME
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ERASE, ERASE_ALL, ESCAPE, UP
 from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.stragglers import spell
@@ -12,6 +14,7 @@ from hvdlite.launcher.live.table import spell_bytes
 from hvdlite.launcher.questions.asking import Answer
 
 STEPS = 10  # Of a timeline.
+DIGIT_SECONDS = 2.0  # Digits that are typed within so long are of one number.
 KEYS = "rank: arrows, number | s: stack | t: tensor | w: timeline of 10 steps"
 
 Ask = Callable[[Sequence[Any], Callable[[Answer], None]], None]
@@ -24,14 +27,15 @@ class Viewer:
     """
 
     def __init__(
-        self, ask: Ask, changed: Callable[[], None], quit: Callable[[], None] | None = None
-    ) -> None:
-        self._ask, self._changed, self._quit = ask, changed, quit
+        self, ask: Ask, changed: Callable[[], None], quit: Callable[[], None] | None = None, *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._ask, self._changed, self._quit, self._now = ask, changed, quit, now
         self.job: Snapshot | None = None
         self.chosen: int | None = None
         self.panel: list[str] = []  # What was asked last.
         self._typed: str | None = None  # The name of a tensor, while it is typed.
-        self._digits = ""
+        self._digits, self._digit_at = "", 0.0
         self._asked = 0  # An answer to an older question is not shown.
 
     @property
@@ -70,7 +74,10 @@ class Viewer:
         self.chosen = ranks[max(min(at, len(ranks) - 1), 0)]
 
     def _choose(self, digit: str) -> None:
-        ranks = self._ranks()
+        ranks, before = self._ranks(), self._digit_at
+        self._digit_at = self._now()
+        if self._digit_at - before > DIGIT_SECONDS:
+            self._digits = ""
         for digits in (self._digits + digit, digit):
             if int(digits) in ranks:
                 self._digits, self.chosen = digits, int(digits)
@@ -116,7 +123,7 @@ class Viewer:
         rank = self._rank()
         rows = self.job["ranks"] if self.job is not None else []
         names = [row["tensor"] for row in rows if row["rank"] == rank] or [""]
-        self._typed = names[0]
+        self._typed = names[0][:LONGEST_NAME]
 
     def _type(self, key: str) -> None:
         assert self._typed is not None
@@ -130,7 +137,7 @@ class Viewer:
         elif key == ERASE_ALL:
             self._typed = ""
         elif len(key) == 1:
-            self._typed += key
+            self._typed = (self._typed + key)[:LONGEST_NAME]
 
     def _timeline(self) -> None:
         waiting = f"rank 0 writes a timeline of its next {STEPS} steps ..."

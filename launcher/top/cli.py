@@ -15,6 +15,7 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.table import check_rich, lines_of, printable
 from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.questions.asking import Answer
 from hvdlite.launcher.questions.requests import ABOUT, LOOK
 from hvdlite.launcher.top.connection import JobConnection, Unreachable, find_jobs
 from hvdlite.launcher.top.pages import JobPage, ListPage, Pages
@@ -81,10 +82,18 @@ def running_jobs(loop: EventLoop) -> tuple[list[Job], list[str]]:
     for path in paths:
         try:
             connection = JobConnection(loop, path)
-            jobs.append((connection, connection.ask_now([ABOUT])))
+            jobs.append((connection, _ask(connection, ABOUT)))
         except Unreachable as error:
             said.append(f"the job at {path} {error}")
     return sorted(jobs, key=lambda job: (job[1]["started"], job[1]["pid"])), said
+
+
+def _ask(connection: JobConnection, request: str) -> Answer:
+    answer = connection.ask_now([request])
+    if "error" in answer:
+        connection.close()
+        raise Unreachable(f"refuses to answer: {answer['error']}")
+    return answer
 
 
 def _choose(jobs: Sequence[Job], wanted: int | None) -> Job | None:
@@ -114,7 +123,7 @@ def _print_once(connection: JobConnection, loop: EventLoop) -> int:
     end = loop.now() + ONCE_SECONDS
     while True:
         try:
-            job = connection.ask_now([LOOK])
+            job = _ask(connection, LOOK)
         except Unreachable as error:
             print(f"hvdlite-top: the job {error}", file=sys.stderr)
             return NO_JOB_CODE
@@ -137,11 +146,10 @@ def _is_complete(job: Snapshot) -> bool:
 def _show(jobs: list[Job], chosen: Job | None, loop: EventLoop) -> int:
     pages = Pages(loop)
     first = ListPage(pages, [about for _, about in jobs], spell_jobs(jobs))
-    connections = [connection for connection, _ in jobs]
-    first.opened = lambda index: pages.turn_to(
-        JobPage(pages, connections[index], back=first if len(jobs) > 1 else None)
-    )
-    page = first if chosen is None else JobPage(
-        pages, chosen[0], back=first if len(jobs) > 1 else None
-    )  # fmt: skip
-    return pages.run(page)
+
+    def opened(job: Job) -> JobPage:
+        connection, about = job
+        return JobPage(pages, connection, about["pid"], back=first if len(jobs) > 1 else None)
+
+    first.opened = lambda index: pages.turn_to(opened(jobs[index]))
+    return pages.run(first if chosen is None else opened(chosen))

@@ -27,12 +27,13 @@ class Unreachable(Exception):  # noqa: N818 - the job is, and no error of ours
 
 
 class JobConnection:
-    """Asks one job; ``ended(sentence)`` is called when that is over."""
+    """Asks one job; ``ended()`` is called when that is over, for a `reason` or as the job ends."""
 
     def __init__(self, loop: EventLoop, path: str) -> None:
         """Connect with the job whose socket is at `path`. Raises `Unreachable`."""
         self.path = path
         self.ended: Callable[[], None] = lambda: None
+        self.reason = ""
         self._loop = loop
         self._open: dict[int, Done] = {}
         self._numbers = itertools.count(1)
@@ -47,9 +48,23 @@ class JobConnection:
             lambda: Limits(REACH_SECONDS, REACH_SECONDS), failed,
         )  # fmt: skip
         self._link = Link(
-            loop, connection, most_bytes=MOST_BYTES, ended=lambda reason: self.ended(),
+            loop, connection, most_bytes=MOST_BYTES, ended=self._end,
             received=lambda message, arrays: self._received(message),
         )  # fmt: skip
+
+    @property
+    def open(self) -> bool:
+        """Whether the job can still be asked."""
+        return self._link.open
+
+    @property
+    def end(self) -> str:
+        """Why it cannot, as what is said of the job."""
+        return f"cannot be asked any more: {self.reason}" if self.reason else "has ended"
+
+    def _end(self, reason: str) -> None:
+        self.reason = reason
+        self.ended()
 
     def ask(self, request: Sequence[Any], done: Done) -> None:
         """Call `done` with the answer; see requests.py."""
@@ -65,7 +80,7 @@ class JobConnection:
         while not answers and self._link.open and (left := end - self._loop.now()) > 0:
             self._loop.run_once(left)
         if not answers:
-            raise Unreachable("does not answer" if self._link.open else "has ended")
+            raise Unreachable("does not answer" if self.open else self.end)
         return answers[0]
 
     def _received(self, message: list[Any]) -> None:

@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ESCAPE, UP, Keyboard
-from hvdlite.launcher.live.table import lines_of
+from hvdlite.launcher.live.table import lines_of, printable
 from hvdlite.launcher.live.viewer import Viewer
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.questions.asking import Answer
@@ -41,19 +42,23 @@ class Pages:
     def __init__(self, loop: EventLoop) -> None:
         self.loop = loop
         self._screen = Screen()
-        self._keyboard = Keyboard(loop, self._press, left=self._screen.leave, back=self._come_back)
+        self._keyboard = Keyboard(
+            loop, self._press, left=self._screen.leave, back=self._come_back, goes_on=False
+        )
         self._page: Page | None = None
         self._over = False
         self._last_words = ""
 
     def run(self, page: Page) -> int:
-        """Show pages, first `page`; return the exit code."""
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        """Show pages, first `page`; return the exit code. Raises `ConfigError` without keys."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, lambda number, _frame: sys.exit(128 + number))
         signal.signal(signal.SIGWINCH, lambda *_: self.loop.post(self.draw))
         try:
-            self._keyboard.start()
-            self._screen.enter()
+            if not self._keyboard.start():
+                raise ConfigError(
+                    "the keys of this terminal go to another session: --once prints one table"
+                )
             self.turn_to(page)
             self.loop.call_after(LOOK_SECONDS, self._look)
             while not self._over:
@@ -86,7 +91,9 @@ class Pages:
     def _look(self) -> None:
         self.loop.call_after(LOOK_SECONDS, self._look)
         self._keyboard.look()
-        if self._page is not None:
+        if self._keyboard.lost:
+            self.end()
+        elif self._page is not None:
             self._page.look()
 
     def _press(self, key: str) -> None:
@@ -103,6 +110,7 @@ class ListPage(Page):
 
     def __init__(self, pages: Pages, jobs: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
         self.opened: Callable[[int], None] = lambda index: None
+        self.said = ""  # What has become of the job that was shown.
         self._pages, self._jobs, self._lines = pages, jobs, lines
         self._at = 0
 
@@ -112,9 +120,11 @@ class ListPage(Page):
             f"\x1b[7m{line[: columns - 1]}\x1b[m" if number == self._at else line[: columns - 1]
             for number, line in enumerate(self._lines)
         ][first:]
-        return ["running jobs (arrows or a number, Enter; q: quit)"[: columns - 1], "", *shown]
+        title = "running jobs (arrows or a number, Enter; q: quit)"
+        return [title[: columns - 1], self.said[: columns - 1], *shown]
 
     def press(self, key: str) -> None:
+        self.said = ""
         if key in (UP, "k"):
             self._at = max(self._at - 1, 0)
         elif key in (DOWN, "j"):
@@ -132,46 +142,58 @@ class ListPage(Page):
 class JobPage(Page):
     """One job, with its table and what was asked; `back` is where q leads, None: to the end."""
 
-    def __init__(self, pages: Pages, connection: JobConnection, back: Page | None) -> None:
-        self._pages, self._connection, self._back = pages, connection, back
+    def __init__(
+        self, pages: Pages, connection: JobConnection, pid: int, back: ListPage | None
+    ) -> None:
+        self._pages, self._connection, self._pid, self._back = pages, connection, pid, back
         self._viewer = Viewer(connection.ask, self._draw, self._quit)
         self._waits = False  # For the answer to the last look.
-        self._ended = False
+        self._trouble: list[str] = []  # Why the last look has failed.
         connection.ended = self._end
 
     def _draw(self) -> None:
         self._pages.draw()
 
     def _quit(self) -> None:
-        if self._back is None or self._ended:
+        self._connection.ended = lambda: None
+        if self._back is None:
             self._pages.end()
         else:
             self._pages.turn_to(self._back)
 
     def _end(self) -> None:
-        self._ended = True
-        about = (self._viewer.job or {}).get("job", {})
-        self._pages.end(f"the job of process {about.get('pid', '')} has ended")
+        sentence = f"the job of process {self._pid} {self._connection.end}"
+        if self._back is None:
+            self._pages.end(sentence)
+        else:
+            self._back.said = sentence
+            self._pages.turn_to(self._back)
 
     def lines(self, columns: int, height: int) -> list[str]:
         job = self._viewer.job
         if job is None:
-            return ["the job has not answered yet"]
+            said = [printable(line) for line in self._trouble or ["the job has not answered yet"]]
+            return [line[: columns - 1] for line in said]
         return lines_of(
             job, columns, height, share=1.0, chosen=self._viewer.chosen, title=True,
-            panel=[*self._viewer.panel, self._viewer.help],
+            panel=[*self._viewer.panel, *self._trouble, self._viewer.help],
         )  # fmt: skip
 
     def press(self, key: str) -> None:
         self._viewer.press(key)
 
     def look(self) -> None:
-        if not self._waits:
+        if not self._connection.open:
+            self._end()
+        elif not self._waits:
             self._waits = True
             self._connection.ask([LOOK], self._seen)
         self._pages.draw()
 
     def _seen(self, answer: Answer) -> None:
         self._waits = False
-        self._viewer.job = answer
+        if "error" in answer:
+            self._trouble = [str(answer["error"])]
+        else:
+            self._viewer.job, self._trouble = answer, []
         self._pages.draw()

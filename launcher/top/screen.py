@@ -36,7 +36,9 @@ class Screen:
         return columns or COLUMNS, lines or LINES
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Show lines, which must fit, in the place of those before."""
+        """Show lines, which must fit, in the place of those before; nothing while it is left."""
+        if not self._entered:
+            return
         body = "\r\n".join(line + CLEAR_LINE for line in lines)
         self._write(f"{HOME}{body}{CLEAR_BELOW}")
 

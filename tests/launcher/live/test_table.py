@@ -65,6 +65,14 @@ def test_what_is_shown() -> None:
     assert lines[-1].strip() == "6 s ago: [bold]x[/bold] waits"
 
 
+def test_an_end_that_no_calendar_has() -> None:
+    view = JobView()
+    for second in range(8):
+        values = {"progress_steps": 1 + second / 1e5, "progress_total_steps": 9e17}
+        view.take("a", 0, pack(Sample(0, 1, values)), float(second))
+    assert shown(view)[0].endswith(" steps | ends in more than a year")
+
+
 def test_small_terminals() -> None:
     lines = shown(job(64), columns=60, height=24)
     assert len(lines) <= 12

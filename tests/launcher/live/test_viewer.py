@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hvdlite.common.plain.metrics import LONGEST_NAME
 from hvdlite.launcher.live.keyboard import keys_in
 from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.live.table import lines_of
@@ -53,6 +54,16 @@ def test_ranks_are_chosen() -> None:
     assert (one.chosen, asked.requests) == (1, [["stack", 1]]), "the slow one"
 
 
+def test_digits_of_one_number_are_typed_soon() -> None:
+    one, _, _ = viewer()
+    times = iter([1.0, 2.9, 10.0, 12.1])
+    one._now = lambda: next(times)
+    press(one, "11")
+    assert one.chosen == 11
+    press(one, "11")
+    assert one.chosen == 1
+
+
 def test_questions() -> None:
     one, asked, quits = viewer()
     press(one, "3s")
@@ -73,6 +84,9 @@ def test_questions() -> None:
     assert one.panel[0].startswith("the answer cannot be read: ")
     press(one, "tq\x1b")
     assert not quits
+    press(one, "t" + "x" * 5000 + "\r")
+    ((_, name),) = asked.requests[3:]
+    assert len(name) == LONGEST_NAME, "a longer request would not be read"
     press(one, "\x1b")
     assert (one.panel, quits) == ([], [])
     press(one, "q")

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import select
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from hvdlite.launcher.top import cli
 from tests.launcher.jobs import MARK, processes, start
-from tests.launcher.live.test_table import CODES
+from tests.launcher.top.terminal import Terminal, terminal
 from tests.parallel.jobs import environment
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,61 +43,6 @@ while not done:
     done = hvd.allreduce(torch.tensor([float(os.path.exists(sys.argv[1]))]), op=hvd.Max)
     open(sys.argv[2], "w").close()
 """
-
-
-class Terminal:
-    """A program on a terminal of its own."""
-
-    def __init__(self, words: list[str], **variables: str) -> None:
-        self.ours, theirs = os.openpty()
-        termios.tcsetwinsize(theirs, (40, 120)) if hasattr(termios, "tcsetwinsize") else None
-        self.usual = termios.tcgetattr(theirs)
-        self.process = subprocess.Popen(
-            words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**variables),
-            preexec_fn=lambda: take_terminal(theirs),  # noqa: PLW1509 - it makes system calls
-        )  # fmt: skip
-        self.theirs = theirs
-        self.text = ""
-
-    def press(self, keys: str) -> None:
-        os.write(self.ours, keys.encode())
-
-    def wait_for(self, pattern: str, seconds: float = 40.0) -> str:
-        """Return what was shown until the pattern was, and forget it."""
-        end = time.monotonic() + seconds
-        while True:
-            plain = CODES.sub("", self.text)
-            if found := re.search(pattern, plain):
-                self.text = ""
-                return plain[: found.end()]
-            assert time.monotonic() < end, plain[-3000:]
-            if select.select([self.ours], [], [], 1.0)[0]:
-                self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
-
-    def is_usual(self) -> bool:
-        return termios.tcgetattr(self.theirs)[3] == self.usual[3]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.ours)
-        os.close(self.theirs)
-
-
-def take_terminal(fd: int) -> None:
-    import fcntl
-
-    os.setsid()
-    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
-
-
-@contextmanager
-def terminal(words: list[str], **variables: str) -> Iterator[Terminal]:
-    one = Terminal(words, **variables)
-    try:
-        yield one
-    finally:
-        one.close()
 
 
 def top(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
