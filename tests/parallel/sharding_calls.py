@@ -11,6 +11,7 @@ import hvdlite.torch as hvd
 from hvdlite.torch import sharding
 from hvdlite.torch.sharding import running
 from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor
+from hvdlite.torch.sharding.loading import cut_what_is_loaded
 from tests.parallel.sharding_edges import SHARE, WIDTH, own, whole_batch
 
 
@@ -67,6 +68,19 @@ def check_whole_values_are_loaded() -> None:
             raise AssertionError("a weight of another shape was loaded")
 
 
+def check_few_rows_and_another_dtype_are_loaded() -> None:
+    """FSDP2 cuts fewer rows than there are ranks, too; what is assigned keeps its dtype."""
+    mesh, whole = init_device_mesh("cpu", (hvd.size(),)), torch.arange(3.0 * WIDTH).view(3, WIDTH)
+    part = torch.nn.Linear(WIDTH, 3, bias=False)
+    held = distribute_tensor(torch.zeros(3, WIDTH).bfloat16(), mesh, [Shard(0)])
+    part.weight = torch.nn.Parameter(held)
+    state = {"model.weight": whole}
+    cut_what_is_loaded(part, state, "model.")
+    part.load_state_dict({"weight": state["model.weight"]}, assign=True)
+    assert part.weight.dtype == part.weight._spec.tensor_meta.dtype == torch.float32
+    assert torch.equal((part.weight * 2).full_tensor(), whole * 2)
+
+
 def check_shapes_are_planned_once() -> None:
     """A last batch and a growing sequence are planned when they come, and never again."""
     made, plan = [], running.plan
@@ -94,5 +108,6 @@ def check_shapes_are_planned_once() -> None:
 CHECKS = [
     check_shapes_are_planned_once,
     check_whole_values_are_loaded,
+    check_few_rows_and_another_dtype_are_loaded,
     check_arguments_of_other_kinds,
 ]

@@ -9,6 +9,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
-from hvdlite.torch.sharding.dtensor import DTensor, Replicate, distribute_tensor, placement_types
-
-
-class Decaying(torch.optim.SGD):
-    """Notes in its groups how many steps it has made."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    with torch.no_grad():
-                        parameter.sub_(parameter.grad * (group["lr"] / group["steps"]))
-
+from hvdlite.torch.sharding.dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    placement_types,
+)
+from tests.torch.sharded_training import COUNTS, Counting
 
 SHARE, WIDTH, STEPS = 4, 8, 4
 Partial: Any = getattr(placement_types, "Partial", None) or placement_types._Partial
@@ -48,9 +43,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nadam": lambda p: torch.optim.NAdam(p, 0.01),
     "radam": lambda p: torch.optim.RAdam(p, 0.01),
     "asgd": lambda p: torch.optim.ASGD(p, 0.01),
-    "decaying": lambda p: Decaying(p, 0.05),
     "rprop": lambda p: torch.optim.Rprop(p, 0.01),
 }
+OPTIMIZERS |= {f"counts in {each}": partial(Counting, lr=0.05, counts=each) for each in COUNTS}
 
 
 class Network(torch.nn.Module):
@@ -131,6 +126,9 @@ def check_optimizers() -> None:
         train(network, optimizer, own(whole_batch()))
         check_equal(network.values(), alone.values(), name)
         for parameter, state in optimizer.state.items():
+            if parameter == "steps":
+                assert state == STEPS
+                continue
             for key, value in state.items():
                 is_part = isinstance(parameter, DTensor) and (
                     key not in ("step", "mu_product", "eta", "mu")
@@ -265,6 +263,44 @@ def check_refused() -> None:
     optimizer.state[weight]["exp_avg"] = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     place = next(i for i, each in enumerate(parameters) if each is weight)
     expect(f"parameter {place} of group 0", optimizer.step)
+    mesh = init_device_mesh("cpu", (2, hvd.size() // 2))
+    square = torch.ones(WIDTH, WIDTH)
+    placements = ([Replicate(), Shard(0)], [Shard(0), Replicate()])
+    one, other = (distribute_tensor(square, mesh, each) for each in placements)
+    assert hvd.size() != 4 or one.to_local().shape == other.to_local().shape
+    crossed = torch.nn.Parameter(one)
+    crossed.grad = torch.ones_like(crossed)
+    optimizer = sharding.local_step(torch.optim.Adam([crossed], 0.1))
+    optimizer.step()
+    optimizer.state[crossed]["exp_avg"] = other
+    expect("its exp_avg is a DTensor", optimizer.step)
+
+
+def check_state_of_another_dtype() -> None:
+    """A DTensor of state says the dtype that it has, whatever its parameter has."""
+    mesh = init_device_mesh("cpu", (hvd.size(),))
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(WIDTH).bfloat16(), mesh, [Shard(0)]))
+    weight.grad = torch.ones_like(weight)
+    optimizer = sharding.local_step(Precise([weight], 1.0))
+    for _ in range(2):
+        optimizer.step()
+    state = optimizer.state[weight]["sum"]
+    assert state.dtype == state._spec.tensor_meta.dtype == torch.float32
+    assert torch.equal((state + state).full_tensor(), torch.full((WIDTH,), 4.0))
+
+
+class Precise(torch.optim.SGD):
+    """Has state in float32, whatever its parameters are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["sum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["sum"] += parameter.grad
+                parameter.sub_(state["sum"] * 0.1)
 
 
 CHECKS = [
@@ -273,6 +309,7 @@ CHECKS = [
     check_scaled_gradients,
     check_summands,
     check_refused,
+    check_state_of_another_dtype,
 ]
 
 if __name__ == "__main__":

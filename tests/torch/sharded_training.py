@@ -13,6 +13,34 @@ import hvdlite.torch as hvd
 from tests.ranks import run_ranks
 
 Tensor = torch.Tensor
+
+
+class Counting(torch.optim.SGD):
+    """Makes ever smaller steps, whose number it keeps where its `counts` says."""
+
+    def __init__(self, params: Any, lr: float, counts: str) -> None:
+        super().__init__(params, lr)
+        self.counts, self.steps = counts, 0
+
+    def _count(self) -> int:
+        if self.counts == "itself":
+            self.steps += 1
+            return self.steps
+        where: Any = self.state if self.counts == "state" else self.param_groups[-1]
+        where["steps"] = where.get("steps", 0) + 1
+        count: int = where["steps"]
+        return count
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        count = self._count()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * (group["lr"] / count))
+
+
+COUNTS = ("itself", "state", "group")
 Make = Callable[[Any], torch.optim.Optimizer]
 STEPS = 4
 OPTIMIZERS: dict[str, Make] = {
@@ -25,6 +53,7 @@ OPTIMIZERS: dict[str, Make] = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
 }
+OPTIMIZERS |= {f"counts in {each}": partial(Counting, lr=0.05, counts=each) for each in COUNTS}
 
 
 class Scaled(nn.Module):

@@ -14,6 +14,7 @@ import hvdlite.torch as hvd
 from tests.ranks import run_ranks
 from tests.torch.sharded_training import (
     OPTIMIZERS,
+    STEPS,
     backward,
     batches,
     both,
@@ -43,8 +44,15 @@ def test_the_consolidated_state_is_that_of_the_plain_optimizer() -> None:
     alone.load_state_dict(saved[True])
 
 
-@pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (3, 1), (1, 2)], ids=str)
-def test_training_goes_on_with_another_number_of_ranks(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *(("adam", sizes) for sizes in [(4, 2), (2, 3), (3, 1), (1, 2)]),
+        ("counts in state", (2, 3)),
+    ],
+    ids=str,
+)
+def test_training_goes_on_with_another_number_of_ranks(name: str, sizes: tuple[int, int]) -> None:
     """The oracle loads the state into optimizers without shards."""
     results = []
     for sharded in (False, True):
@@ -56,7 +64,7 @@ def test_training_goes_on_with_another_number_of_ranks(sizes: tuple[int, int]) -
         ) -> Any:
             model = models[rank]
             optimizer = hvd.DistributedOptimizer(
-                OPTIMIZERS["adam"](model.parameters()), shard_state=sharded
+                OPTIMIZERS[name](model.parameters()), shard_state=sharded
             )
             if saved:
                 model.load_state_dict(saved[0])
@@ -72,9 +80,32 @@ def test_training_goes_on_with_another_number_of_ranks(sizes: tuple[int, int]) -
         results.append(run_ranks(sizes[1], main)[0])
     for one, other in zip(*results, strict=True):
         assert one.keys() == other.keys()
-    for name, value in results[0][0].items():
-        torch.testing.assert_close(results[1][0][name], value, rtol=0, atol=0)
+    for key, value in results[0][0].items():
+        torch.testing.assert_close(results[1][0][key], value, rtol=0, atol=0)
     assert states_equal(results[0][1]["state"], results[1][1]["state"])
+
+
+def test_what_belongs_to_no_parameter_is_saved_and_survives_other_shards() -> None:
+    models = [network() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        first = next(iter(model.parameters()))
+        twins: list[Any] = [
+            hvd.DistributedOptimizer(
+                OPTIMIZERS["counts in state"](model.parameters()), shard_state=True
+            )
+            for _ in range(2)
+        ]
+        train(rank, model, twins[0])
+        twins[1].load_state_dict(copy.deepcopy(twins[0].state_dict()))
+        for optimizer in twins:
+            assert optimizer.state["steps"] == STEPS
+            first.requires_grad_(not first.requires_grad)
+            train(rank, model, optimizer)
+            assert optimizer.state["steps"] == 2 * STEPS
+
+    run_ranks(2, main)
 
 
 def test_sharded_state_dicts() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -107,10 +108,32 @@ def _train(
 @torch.no_grad()
 def step_over(
     optimizer: torch.optim.Optimizer, wrapped: type, groups: list[Group], state: Any
-) -> None:
-    """Make the step of the class `wrapped` for other parameters and state, without its hooks."""
+) -> Any:
+    """Make the step of the class `wrapped` for other parameters and state, without its hooks.
+
+    Returns the double of the optimizer that has made it: `take_over` keeps what it has counted.
+    """
     double: Any = object.__new__(wrapped)
     double.__dict__.update(vars(optimizer))
     double.__dict__["param_groups"] = groups
     double.__dict__["state"] = state
     inspect.unwrap(wrapped.step)(double)  # type: ignore[attr-defined]
+    return double
+
+
+def take_over(optimizer: torch.optim.Optimizer, double: Any) -> None:
+    """Give an optimizer the attributes and options that a step of its double has left behind.
+
+    Some optimizers count their steps there, in the place of the state of a parameter.
+    """
+    own = vars(optimizer)
+    for name, value in vars(double).items():
+        if name not in ("param_groups", "state") and own.get(name, own) is not value:
+            own[name] = value
+    for group, stepped in zip(optimizer.param_groups, double.param_groups, strict=True):
+        group.update({name: value for name, value in stepped.items() if name != "params"})
+
+
+def beside(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what an optimizer's state has that belongs to no parameter: a count, mostly."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}

@@ -16,6 +16,7 @@ from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.optimizer.gradient_exchange import named_by_position
 from hvdlite.torch.optimizer.sparsity import Layouts
+from hvdlite.torch.sharded_state.elementwise import beside
 from hvdlite.torch.sharded_state.shards import FlatShard, Place, State, arrange
 
 Tensor = torch.Tensor
@@ -41,11 +42,13 @@ class ShardedExchange:
         self.reduction = reduction
         # Whether the gradients of the parameters are reduced ones: from synchronize() to the step.
         self.synchronized = False
-        # The state of the shards, by `FlatShard.shard`; the wrapped optimizer's step changes it.
-        self.state: defaultdict[Tensor, State] = defaultdict(dict)
+        # The state of the shards, by `FlatShard.shard`, and what the wrapped optimizer keeps beside
+        # that of its parameters; its step changes both.
+        self.state: defaultdict[Any, Any] = defaultdict(dict, beside(state))
         self.shards: list[FlatShard] = []
         # The state of whole parameters that was loaded, until it is cut.
-        self._loaded: dict[Tensor, State] | None = dict(state) or None
+        of_parameters = {key: each for key, each in state.items() if isinstance(key, Tensor)}
+        self._loaded: dict[Tensor, State] | None = of_parameters or None
         # The state of parameters that are in no shard: frozen, or not used by any rank so far.
         self.kept: dict[Tensor, State] = {}
         # The trained parameters, and the ranks, for which the shards were arranged.
@@ -78,7 +81,7 @@ class ShardedExchange:
         for shard in self.shards:
             shard.release_parameters()
         self.shards = arrange(self.param_groups, trained, states, self.place())
-        self.state.clear()
+        self._forget_state()
         for shard in self.shards:
             state = shard.cut(states)
             if state:
@@ -113,10 +116,16 @@ class ShardedExchange:
             FlatShard(flat["group"], parameters, self.names[parameters[0]], self.place())
             for flat, parameters in zip(saved, lists, strict=True)
         ]
-        self.state.clear()
+        self._forget_state()
         self.kept, self._loaded = {}, None
         self._used |= {name for flat in saved for name in flat["parameters"]}
         self._arranged_for = tuple(self._find_trained(False).values()), self._members()
+
+    def _forget_state(self) -> None:
+        """Forget the state of shards that are no longer."""
+        others = beside(self.state)
+        self.state.clear()
+        self.state.update(others)
 
     def _find_trained(self, for_step: bool) -> dict[Tensor, str]:
         candidates = {

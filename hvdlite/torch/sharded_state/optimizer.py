@@ -16,7 +16,12 @@ from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.optimizer.in_flight import CASTS
 from hvdlite.torch.optimizer.reducing_optimizer import Names, ReducingMixin
-from hvdlite.torch.sharded_state.elementwise import check_elementwise, step_over
+from hvdlite.torch.sharded_state.elementwise import (
+    beside,
+    check_elementwise,
+    step_over,
+    take_over,
+)
 from hvdlite.torch.sharded_state.exchange import ShardedExchange
 from hvdlite.torch.sharded_state.shards import State
 from hvdlite.torch.subclass import OptimizerMixin, wrap
@@ -83,6 +88,7 @@ class ShardingMixin(ReducingMixin):
         numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
         whole = {numbers[parameter]: kept for parameter, kept in exchange.kept.items()}
         shards = {**exchange.describe(), "whole": whole}
+        state |= beside(exchange.state)
         return {"state": state, "param_groups": self._options(), "shards": shards}
 
     def consolidate(self) -> dict[str, Any]:
@@ -101,6 +107,7 @@ class ShardingMixin(ReducingMixin):
             for number, parameter in enumerate(parameters)
             if parameter in states
         }
+        state |= copy.deepcopy(beside(exchange.state))
         return {"state": state, "param_groups": self._options()}
 
     def _parameters(self) -> list[Tensor]:
@@ -133,6 +140,7 @@ class ShardingMixin(ReducingMixin):
                 f"the saved groups have {saved_sizes} parameters, those of this optimizer {sizes}"
             )
         saved, parameters = copy.deepcopy(state_dict["state"]), self._parameters()
+        others = {key: saved.pop(key) for key in [*saved] if not isinstance(key, int)}
         if "shards" in state_dict:
             _check_shards(state_dict["shards"], exchange.describe())
             exchange.arrange_as(state_dict["shards"]["flat"])
@@ -147,6 +155,9 @@ class ShardingMixin(ReducingMixin):
                     for number, state in saved.items()
                 }
             )
+        for key in beside(exchange.state):
+            del exchange.state[key]
+        exchange.state.update(others)
         exchange.reset()
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
@@ -210,7 +221,7 @@ def _step_over_shards(optimizer: ShardingMixin) -> None:
     for shard in exchange.shards:
         shard.shard.grad = shard.shard_gradient
         groups[shard.group]["params"].append(shard.shard)
-    step_over(optimizer, _wrapped_class(optimizer), groups, exchange.state)
+    take_over(optimizer, step_over(optimizer, _wrapped_class(optimizer), groups, exchange.state))
 
 
 _hooked: Any = torch.optim.Optimizer.profile_hook_step

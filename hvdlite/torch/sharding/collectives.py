@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,13 +56,6 @@ class MeshCollectives:
             )
         self.rank = self._ranks.index(dist.get_rank())
         self.ranks = len(self._ranks)
-        # By members, while the default group is that of `_world`.
-        self._world: Any = None
-        self._groups: dict[tuple[int, ...], Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of a sharded module finds the groups anew: they cannot be copied.
-        return {**vars(self), "_world": None, "_groups": {}}
 
     def join(self, members: tuple[int, ...]) -> None:
         self._group(members)
@@ -96,16 +90,12 @@ class MeshCollectives:
         return found
 
     def _group(self, members: tuple[int, ...]) -> Any:
-        world = dist.group.WORLD
-        if world is not self._world:
-            self._world, self._groups = world, {}
-        if members not in self._groups:
-            self._groups[members] = _group(tuple(self._ranks[each] for each in members))
-        return self._groups[members]
+        return _group(tuple(self._ranks[each] for each in members))
 
 
-# By the default group, which another one may follow in a process: the groups of ranks.
-_GROUPS: dict[int, dict[tuple[int, ...], Any]] = {}
+# By the default group, which another one may follow in a process: the groups of ranks. Whoever
+# destroys process groups finds nobody here who still holds them.
+_GROUPS: WeakKeyDictionary[Any, WeakValueDictionary[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 def _group(ranks: tuple[int, ...]) -> Any:
@@ -113,9 +103,8 @@ def _group(ranks: tuple[int, ...]) -> Any:
     world = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
         return world
-    if id(world) not in _GROUPS:
-        _GROUPS.clear()
-    groups = _GROUPS.setdefault(id(world), {})
-    if ranks not in groups:
-        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return groups[ranks]
+    groups = _GROUPS.setdefault(world, WeakValueDictionary())
+    group = groups.get(ranks)
+    if group is None:
+        group = groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group

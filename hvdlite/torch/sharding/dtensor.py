@@ -68,7 +68,10 @@ def _cut_alike(gradient: torch.Tensor, spec: Any, strides: Sequence[int]) -> Any
 
 
 def wrapped(local: torch.Tensor, spec: Any) -> Any:
-    """Return a DTensor of what this rank holds, which is cut as another one."""
+    """Return a DTensor of what this rank holds, which is cut as another one, in its own dtype."""
+    meta = spec.tensor_meta
+    if meta.dtype != local.dtype:
+        spec = spec.shallow_copy_with_tensor_meta(meta._replace(dtype=local.dtype))
     made: Any = DTensor
     # Its __init__ does nothing, through decorators that take longer than all else here. Nobody
     # changes a spec: DTensor's own operators share one among many tensors.

@@ -31,7 +31,9 @@ def _part(value: torch.Tensor, held: Any) -> torch.Tensor | None:
     for axis, placement in enumerate(held.placements):
         if type(placement) is Shard:
             parts = value.chunk(held.device_mesh.size(axis), placement.dim)
-            value = parts[held.device_mesh.get_local_rank(axis)]
+            place = held.device_mesh.get_local_rank(axis)
+            # The last ranks have no rows of a tensor with fewer than there are ranks.
+            value = parts[place] if place < len(parts) else value.narrow(placement.dim, 0, 0)
         elif type(placement) is not Replicate:
             return None
     return value.detach().clone() if value.shape == held._local_tensor.shape else None

@@ -7,13 +7,14 @@ on local tensors give the same values.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
-from hvdlite.torch.sharded_state.elementwise import check_elementwise, step_over
+from hvdlite.torch.sharded_state.elementwise import check_elementwise, step_over, take_over
 from hvdlite.torch.sharding.dtensor import DTensor, wrapped
 from hvdlite.torch.subclass import OptimizerMixin
 
@@ -76,7 +77,9 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = closure()
     parts: list[_Part] = []
     groups: list[State] = []
-    state = _States(optimizer.state)
+    # That of plain parameters, and what belongs to none.
+    others = {key: each for key, each in optimizer.state.items() if not isinstance(key, DTensor)}
+    state: defaultdict[Any, Any] = defaultdict(dict, others)
     with torch.no_grad():
         for number, group in enumerate(optimizer.param_groups):
             groups.append({**group, "params": []})
@@ -84,7 +87,6 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
                 if parameter.grad is None:
                     continue
                 if not isinstance(parameter, DTensor):
-                    state.plain.add(id(parameter))
                     groups[-1]["params"].append(parameter)
                     continue
                 try:
@@ -95,33 +97,16 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
                 if part.given:
                     state[part.local] = dict(part.given)
                 groups[-1]["params"].append(part.local)
-        step_over(optimizer, optimizer._base, groups, state)
+        take_over(optimizer, step_over(optimizer, optimizer._base, groups, state))
         for part in parts:
             part.publish(state, optimizer.state)
-    for group, stepped in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in stepped.items() if name != "params"})
+    optimizer.state.update(state)
     return loss
 
 
 _hooked: Any = torch.optim.Optimizer.profile_hook_step
 _LocalStep.step = _hooked(_step)  # type: ignore[method-assign]
 _LocalStep.step.hooked = True  # type: ignore[attr-defined]
-
-
-class _States(dict[Any, State]):
-    """The states of what an optimizer steps over: of plain parameters those that it has."""
-
-    def __init__(self, of_optimizer: Any) -> None:
-        super().__init__()
-        self._of_optimizer = of_optimizer
-        self.plain: set[int] = set()
-
-    def __missing__(self, tensor: Any) -> State:
-        if id(tensor) in self.plain:
-            plain: State = self._of_optimizer[tensor]
-            return plain
-        found = self[tensor] = {}
-        return found
 
 
 class _CutOtherwiseError(Exception):
@@ -160,20 +145,32 @@ class _Part:
         return tensor if self._shape else tensor.view(1)
 
     def _part(self, tensor: Any, name: str) -> torch.Tensor:
-        held: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if held.shape != self._shape:
+        if isinstance(tensor, DTensor):
+            held: torch.Tensor = tensor._local_tensor
+            own, spec = self._parameter._spec, tensor._spec
+            # State that a step over local tensors has made mostly has the very spec.
+            alike = spec is own or (spec.placements == own.placements and spec.mesh == own.mesh)
+        else:
+            held, alike = tensor, True
+        if held.shape != self._shape or not alike:
+            cut = f" at {tensor.placements}" if isinstance(tensor, DTensor) else ""
             raise _CutOtherwiseError(
-                f"is a DTensor of which this rank holds {tuple(self._shape)}, and its {name} is a "
-                f"tensor of {tuple(held.shape)}: load state by hvd.checkpoint.load, or by "
-                "torch.distributed.checkpoint.state_dict, which cut it as the parameter"
+                f"is a DTensor at {self._parameter.placements} of which this rank holds "
+                f"{tuple(self._shape)}, and its {name} is a {type(tensor).__name__} of "
+                f"{tuple(held.shape)}{cut}. State that was saved whole or in other parts is cut as "
+                "the parameter by hvd.checkpoint.load and by torch.distributed.checkpoint."
+                "state_dict; for state of another kind leave local_step out"
             )
         return held
 
-    def publish(self, stepped: _States, states: Any) -> None:
-        """Show the step outside: new state as DTensors, and a new version of the parameter."""
+    def publish(self, stepped: defaultdict[Any, Any], states: Any) -> None:
+        """Show the step outside: new state as DTensors, and a new version of the parameter.
+
+        The state of the local tensor is taken out of `stepped`.
+        """
         # With it, backward through a graph from before the step is an error, as it always is.
         increment_version(self._parameter)
-        for name, value in (stepped.get(self.local) or {}).items() if stepped else ():
+        for name, value in stepped.pop(self.local, {}).items() if stepped else ():
             if name not in self.given or value is not self.given[name]:
                 is_part = isinstance(value, torch.Tensor) and value.shape == self.local.shape
                 states[self._parameter][name] = (
