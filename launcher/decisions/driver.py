@@ -121,13 +121,16 @@ class Driver:
         elif self._follow_at is None:
             self._follow_at, self._due_is_known = now + HOST_SECONDS * hosts, False
 
-    def agent_lost(self, host: str, why: str, may_return: bool, now: float) -> None:
+    def agent_lost(
+        self, host: str, why: str, may_return: bool, now: float, *, ended: bool = False
+    ) -> None:
         """Note that an agent has ended, is silent or could not be started; `why` is a clause.
 
-        Its workers are lost with it. `may_return`: try to start an agent there again.
+        Its workers are lost with it. `may_return`: try to start an agent there again. `ended`:
+        their processes run no more, so that it may be tried soon.
         """
         if not self._finished and host in self._hosts.with_agents():
-            self._losses.lose_host(host, why, may_return, now)
+            self._losses.lose_host(host, why, may_return, now, ended=ended)
         self._advance(now)
 
     def agent_leaving(self, host: str, why: str, now: float) -> None:

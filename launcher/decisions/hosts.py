@@ -56,7 +56,7 @@ class Hosts:
         self.cooldowns = cooldowns
         self._start_timeout = start_timeout
         # Until the workers of an agent that was cut off have ended: their slots are not free.
-        self._least_delay = LATER * host_timeout + ORPHAN_SECONDS
+        self._orphans_delay = LATER * host_timeout + ORPHAN_SECONDS
         self._agents: dict[str, Agent] = {}
         self._leaving: dict[str, Leave] = {}
         self._leaves: Counter[str] = Counter()
@@ -146,13 +146,16 @@ class Hosts:
         if leave is not None and leave.until == FOREVER:
             leave.until = now + leave.seconds
 
-    def lose(self, host: str, now: float) -> float:
-        """Keep away from a host whose agent was lost; return for how long, in seconds."""
+    def lose(self, host: str, now: float, *, orphans: bool) -> float:
+        """Keep away from a host whose agent was lost; return for how long, in seconds.
+
+        `orphans`: workers may run there on, until their agent finds that it is cut off.
+        """
         agent = self.agent(host)
         agent.stand = Stand.ABSENT
         agent.losses += 1
         delay = min(2.0 ** (agent.losses - 1), LONGEST_DELAY_SECONDS)
-        delay = max(delay, self._least_delay)
+        delay = max(delay, self._orphans_delay if orphans else 0.0)
         agent.retry_at = now + delay
         return delay
 

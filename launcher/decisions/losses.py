@@ -188,10 +188,16 @@ class Losses:
                 self._drop(worker, "its host was given up", now, said=True)
         self._placement.drop_host(host, now)
 
-    def lose_host(self, host: str, why: str, may_return: bool, now: float) -> None:
-        """Lose all workers of a host whose agent has gone, and try it again later if it may be."""
+    def lose_host(
+        self, host: str, why: str, may_return: bool, now: float, *, ended: bool = False
+    ) -> None:
+        """Lose all workers of a host whose agent has gone, and try it again later if it may be.
+
+        `ended`: the processes of its workers have ended with it.
+        """
         self._hosts.end(host, now)
         shown = self._hosts.shown(host, now)
+        orphans = not ended and any(worker.running for worker in self._workers.on(host))
         for worker in self._workers.on(host):
             worker.running = False
             if worker.living:  # The host has a line of its own below.
@@ -201,7 +207,7 @@ class Losses:
         if self._plan.failures_by_host or not may_return:
             self.exclude(host, why, now)
         else:
-            delay = self._hosts.lose(host, now)
+            delay = self._hosts.lose(host, now, orphans=orphans)
             worlds = self._worlds
             if worlds.world is None or worlds.living_members():
                 again = f"; it is tried again in {delay:.0f} s"

@@ -207,7 +207,8 @@ class HostAgents(Driving):
         groups = self._give_up(agent)
         self._clean_up(agent, groups)
         self._start_next()
-        self.driver.agent_lost(agent.host.name, why, True, time.monotonic())
+        here = not agent.host.remote  # `_clean_up` has killed its workers.
+        self.driver.agent_lost(agent.host.name, why, True, time.monotonic(), ended=here)
 
     def _silence(self, agent: AgentConnection, seconds: float) -> None:
         """Give up an agent that is silent: it ends its workers itself, if it still runs."""

@@ -160,6 +160,25 @@ def test_a_lost_host_is_tried_again_ever_later() -> None:
         job.lose_host("b", "ssh: no route to host")
 
 
+@pytest.mark.parametrize(
+    ("came", "ended", "delay"), [(True, False, 25.0), (True, True, 1.0), (False, False, 1.0)]
+)
+def test_only_where_workers_may_still_run_is_a_host_left_for_long(
+    came: bool, ended: bool, delay: float
+) -> None:
+    job = running({"a": 1}, num_proc=1, host_timeout_seconds=60.0)
+    job.slow_hosts.add("b")
+    job.discover({"a": 1, "b": 1})
+    if came:
+        job.agent("b")
+    job.drop_agent("b")
+    job.event("agent_lost", "b", "ssh: connection refused", True, ended=ended)
+    job.wait(delay - 0.1)
+    assert "b" not in job.driver._hosts.coming()
+    job.wait(0.2)
+    assert "b" in job.driver._hosts.coming()
+
+
 def test_a_host_that_cannot_return_is_given_up() -> None:
     job = running({"a": 1, "b": 2}, num_proc=3)
     job.lose_host("b", "its Spark task has failed", back=False)

@@ -58,8 +58,8 @@ class JobByHand(Watched):
 
     # -- events
 
-    def event(self, name: str, *arguments: Any) -> None:
-        getattr(self.driver, name)(*arguments, now=self.now)
+    def event(self, name: str, *arguments: Any, **options: Any) -> None:
+        getattr(self.driver, name)(*arguments, now=self.now, **options)
         self.carry_out()
 
     def discover(self, hosts: dict[str, int]) -> None:
