@@ -185,6 +185,7 @@ class Agent:
                 if self._relay is not None:  # Many more may follow.
                     del self._ranks[ended], self._number_of[ended]
                     self._reported.remove(ended)
+                    rank_orders.forget(self.folder.path, ended)
 
     def _pace(self) -> None:
         """Let the ranks wait while the launcher does not keep up with their output."""

@@ -7,6 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,7 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address
 from hvdlite.common.connections.http_server import Content, HttpServer, Request
 from hvdlite.launcher.command_line.live_options import LiveOptions
-from hvdlite.launcher.live.job_view import JobView
+from hvdlite.launcher.live.job_view import OTHER, JobView
 from hvdlite.launcher.live.keyboard import Keyboard
 from hvdlite.launcher.live.prometheus import CONTENT_TYPE, PrometheusPage
 from hvdlite.launcher.live.snapshot import Snapshot, snapshot
@@ -66,7 +67,7 @@ class LiveView:
         self._loop, self._say, self._console, self._way = loop, say, console, way
         self._names = self._counts = options.counts
         self.orders = Asking(loop, way.order if way is not None else lambda number, line: "")
-        self._requests = Requests(self.job, self.orders, self.look)
+        self._requests = Requests(self.job, self.orders, self.look, partial(self.note, OTHER))
         self._service: LocalService | None = None
         self._viewer: Viewer | None = None
         self._keyboard: Keyboard | None = None
@@ -105,7 +106,7 @@ class LiveView:
     def _make_page(self, options: LiveOptions) -> LivePage:
         from hvdlite.launcher.live.page import LivePage
 
-        page = LivePage(options.title)
+        page = LivePage(options.title, options.page[0] if options.page is not None else "")
         if options.page is not None:
             address, port = options.page
             listener = _listen(address, port, f"--live-page {port}")
@@ -121,7 +122,7 @@ class LiveView:
         from hvdlite.launcher.questions.service import LocalService  # It takes 15 ms.
 
         self._requests.about = dict(about)
-        self._service = LocalService(self._loop, self._requests.make)
+        self._service = LocalService(self._loop, self._requests.make, self._say)
         if self._shown:
             viewer = Viewer(self._requests.make, self._draw_again)
             keyboard = Keyboard(self._loop, viewer.press, left=self._erase)

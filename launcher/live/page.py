@@ -29,12 +29,13 @@ FORBIDDEN = "403 Forbidden"
 
 
 class LivePage:
-    """The page of one job."""
+    """The page of one job, which is served at `address`, by which it may be asked for."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, address: str = "") -> None:
         self.token = secrets.token_urlsafe(24)
         self.asked = 0  # How often somebody has asked for the job.
         self._title = title
+        self._names = {"localhost", socket.gethostname().lower(), address.lower()} - {""}
         self._history = History()
         self._now = snapshot(JobView(), 0.0, 0.0)
         self._ended: str | None = None
@@ -67,7 +68,7 @@ class LivePage:
         data = DATA_PATH.fullmatch(f"/{rest}")
         if rest and not data:
             return None
-        refusal = _refusal(request, navigates=not data)
+        refusal = _refusal(request, self._names, navigates=not data)
         if refusal:
             return Content("text/plain; charset=utf-8", f"{refusal}\n".encode(), FORBIDDEN)
         if data:
@@ -100,11 +101,11 @@ def _policy(html: str) -> str:
     )
 
 
-def _refusal(request: Request, navigates: bool) -> str:
+def _refusal(request: Request, names: set[str], navigates: bool) -> str:
     """Return why the request must come from another origin; empty where it does not."""
     host = request.header("host") or ""
-    if not _is_of_this_host(host):
-        return "open the page by an IP address or the own name of its host"
+    if not _is_of_this_host(host, names):
+        return "open the page by the address that hvdlite-run has printed, or an IP address"
     origin, site = request.header("origin"), request.header("sec-fetch-site")
     follows_a_link = navigates and (
         request.header("sec-fetch-mode") == "navigate"
@@ -115,10 +116,10 @@ def _refusal(request: Request, navigates: bool) -> str:
     return ""
 
 
-def _is_of_this_host(host: str) -> bool:
+def _is_of_this_host(host: str, names: set[str]) -> bool:
     """Return whether no stranger's name server can have named this host so."""
     name = re.sub(r":\d{0,5}$", "", host).removeprefix("[").removesuffix("]").lower()
-    if name in ("localhost", socket.gethostname().lower()):
+    if name in names:
         return True
     try:
         return bool(ipaddress.ip_address(name))

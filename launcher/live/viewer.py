@@ -140,7 +140,7 @@ class Viewer:
             self._typed = (self._typed + key)[:LONGEST_NAME]
 
     def _timeline(self) -> None:
-        waiting = f"rank 0 writes a timeline of its next {STEPS} steps ..."
+        waiting = f"a timeline of the next {STEPS} steps of rank 0: ..."
         self._question(["timeline", STEPS], waiting, spell_timeline)
 
     def _leave(self) -> None:
@@ -185,9 +185,9 @@ def spell_tensor(answer: Answer) -> list[str]:
 
 def spell_timeline(answer: Answer) -> list[str]:
     """Return the lines of an answer about a timeline."""
-    steps = round(answer["steps"])
-    said = f"{steps} steps" if steps >= STEPS else (
-        f"{steps} steps, and then none for {answer['seconds']:g} s"
-    )  # fmt: skip
     where = f" on host {answer['host']}" if answer.get("host") else ""
-    return [f"{answer['file']}{where}: {said}", "Perfetto and chrome://tracing display it"]
+    return [
+        f"rank 0 writes its next {answer['steps']} steps, and an event tells when it has:",
+        f"{answer['file']}{where}",
+        "Perfetto and chrome://tracing display it",
+    ]

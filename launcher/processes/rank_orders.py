@@ -21,9 +21,16 @@ def count(folder: str) -> None:
     """Let all ranks count from now on, also those that have not come to `init` yet."""
     with contextlib.suppress(OSError):
         open(os.path.join(folder, COUNT), "wb").close()  # First, so that none is missed.
+    with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(f"{PIPE_NAME}."):
                 _write(os.path.join(folder, name), pack_order(Order(0, COUNT)))
+
+
+def forget(folder: str, rank: int) -> None:
+    """Remove the pipe of a rank that has ended."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(folder, f"{PIPE_NAME}.{rank}"))
 
 
 def _write(path: str, line: str) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hvdlite.common.connections.loop import Loop, Timer
-from hvdlite.common.connections.orders import Answers, Order, pack_order
+from hvdlite.common.connections.orders import BEGUN, Answers, Order, pack_order
 from hvdlite.launcher.live.job_view import RankView
 
 Answer = dict[str, Any]  # With an "error" where there is none.
 Done = Callable[[dict[int, Answer]], None]
+Later = Callable[[Answer], None]
 SILENT = (
     "does not answer: it has not come to hvd.init() yet, or its Python stands still, such as in a "
     "library that never lets other threads run"
@@ -26,16 +27,19 @@ class Asking:
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answers] = {}  # By the launcher's number of the process.
         self._questions: dict[int, tuple[_Question, int]] = {}  # By order: of which rank.
+        self._later: dict[int, Later] = {}  # By order, what has begun.
 
     def ask(
         self, ranks: Iterable[RankView], kind: str, arguments: tuple[Any, ...], seconds: float,
-        done: Done,
+        done: Done, later: Later | None = None,
     ) -> None:  # fmt: skip
         """Call ``done({rank: answer})`` when all have answered, or after so many seconds.
 
+        A rank that says it has begun answers once more, with which `later` is called.
+
         Raises `ValueError` for arguments that are too long.
         """
-        question = _Question(done)
+        question = _Question(done, later)
         for view in ranks:
             number = next(self._numbers)
             line = pack_order(Order(number, kind, arguments))
@@ -55,12 +59,19 @@ class Asking:
         if complete is not None:
             number, value = complete
             unreadable = {"error": "gave an answer that cannot be read"}
-            self._take(number, value if isinstance(value, dict) else unreadable)
+            answer = value if isinstance(value, dict) else unreadable
+            if number in self._later:
+                self._later.pop(number)(answer)
+            else:
+                self._take(number, answer)
 
     def _take(self, number: int, answer: Answer, *, last: bool = True) -> None:
         question, rank = self._questions.pop(number)
         process, _ = question.open.pop(number)
         self._answers[process].forget(number)
+        if question.later is not None and BEGUN in answer:
+            self._answers[process].expect(number)
+            self._later[number] = question.later
         question.found[rank] = answer
         if last:
             self._end_if_answered(question)
@@ -79,8 +90,8 @@ class Asking:
 
 
 class _Question:
-    def __init__(self, done: Done) -> None:
-        self.done = done
+    def __init__(self, done: Done, later: Later | None) -> None:
+        self.done, self.later = done, later
         self.open: dict[int, tuple[int, int]] = {}  # Order -> process and rank.
         self.found: dict[int, Answer] = {}
         self.timer: Timer | None = None

@@ -6,7 +6,7 @@
 | look | | the job: see snapshot.py; the ranks count from the first look on |
 | stack | rank | {stack} |
 | tensor | name | {name, calls, others}: see `merge` in tensor_calls.py |
-| timeline | steps | {file, host, steps}, when so many steps of rank 0 have ended |
+| timeline | steps | {file, host, steps}, when rank 0 has begun it; its end is an event |
 
 An answer with `error`, a sentence, is all there is where a request cannot be answered.
 """
@@ -19,15 +19,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hvdlite.common.connections.orders import STACK, TENSOR, TIMELINE
+from hvdlite.common.connections.orders import BEGUN, STACK, TENSOR, TIMELINE
 from hvdlite.launcher.live.job_view import JobView, RankView
 from hvdlite.launcher.live.snapshot import Snapshot
-from hvdlite.launcher.questions.asking import Answer, Asking
+from hvdlite.launcher.questions.asking import Answer, Asking, Later
 from hvdlite.launcher.questions.tensor_calls import merge
 
 ABOUT, LOOK = "about", "look"
 ANSWER_SECONDS = 3.0
-TIMELINE_SECONDS = 3600.0  # Steps may be long, and a rank gives up itself where there are none.
 MOST_RANKS = 256  # That are asked about one tensor.
 MOST_STEPS = 1000
 LONGEST_NAME = 500
@@ -38,12 +37,15 @@ Done = Callable[[Answer], None]
 class Requests:
     """The requests to one job; ``look()`` returns it as it is now, and begins to count.
 
-    `about` tells which job it is.
+    ``note(text)`` keeps an event of the job, and `about` tells which job it is.
     """
 
-    def __init__(self, job: JobView, asking: Asking, look: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self, job: JobView, asking: Asking, look: Callable[[], Snapshot],
+        note: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self.about: Answer = {}
-        self._job, self._asking, self._look = job, asking, look
+        self._job, self._asking, self._look, self._note = job, asking, look, note
 
     def make(self, request: Sequence[Any], done: Done) -> None:
         """Answer a request once, now or later. Whatever it is, this raises nothing.
@@ -78,7 +80,7 @@ class Requests:
     def _ask(
         self, ranks: Sequence[RankView], kind: str, arguments: tuple[Any, ...],
         spelled: Callable[[dict[int, Answer]], Answer], done: Done,
-        seconds: float = ANSWER_SECONDS,
+        later: Later | None = None,
     ) -> None:  # fmt: skip
         def answered(found: dict[int, Answer]) -> None:
             try:
@@ -87,7 +89,7 @@ class Requests:
                 answer = _refusal(error)
             done(answer)
 
-        self._asking.ask(ranks, kind, arguments, seconds, answered)
+        self._asking.ask(ranks, kind, arguments, ANSWER_SECONDS, answered, later)
 
     def _known(self, rank: int) -> RankView:
         view = self._job.ranks.get(rank)
@@ -100,18 +102,27 @@ class Requests:
         name = f"hvdlite-timeline-{time.strftime('%Y%m%d-%H%M%S')}.json"
         path = os.path.join(self.about.get("directory", ""), name)
 
-        def spelled(found: dict[int, Answer]) -> Answer:
-            answer = _one(found)
-            return {
-                "host": view.host, "file": str(answer["file"]), "steps": float(answer["steps"]),
-                "seconds": float(answer["seconds"]),
-            }  # fmt: skip
+        def begun(found: dict[int, Answer]) -> Answer:
+            return {"host": view.host, "file": str(_one(found)[BEGUN]), "steps": steps}
 
-        self._ask([view], TIMELINE, (path, steps), spelled, done, TIMELINE_SECONDS)
+        def ended(answer: Answer) -> None:
+            try:
+                self._note(_spell_end(answer, steps))
+            except Exception as error:  # Of what a rank has answered.
+                self._note(f"the timeline of rank 0: {_refusal(error)['error']}")
+
+        self._ask([view], TIMELINE, (path, steps), begun, done, ended)
 
 
 def _spell_stack(found: dict[int, Answer]) -> Answer:
     return {"stack": str(_one(found)["stack"])}
+
+
+def _spell_end(answer: Answer, steps: int) -> str:
+    """Return how a timeline has ended, of which so many steps were wanted."""
+    made = int(_one({0: answer})["steps"])
+    said = f"rank 0 has written {made} steps to {os.path.basename(str(answer['file']))}"
+    return said if made >= steps else f"{said}, and then came none for {answer['seconds']:g} s"
 
 
 def _one(found: dict[int, Answer]) -> Answer:

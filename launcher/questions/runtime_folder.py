@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import stat
 import tempfile
+import time
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address, connect, listen
 
 SUFFIX = ".sock"
 CONNECT_SECONDS = 2.0
+# The name of a socket that nobody listens at yet. One that keeps it is that of a dead launcher.
+HIDDEN, HIDDEN_SECONDS = re.compile(r"\.\d+-[0-9a-f]{8}"), 60.0
 TRIES = 3  # Another launcher may remove the folder that it leaves empty.
 
 
@@ -28,9 +32,10 @@ def folders() -> list[str]:
         with contextlib.suppress(OSError):
             if base and os.stat(base).st_uid == own and os.access(base, os.W_OK):
                 found.append(os.path.join(base, "hvdlite"))
-    for base in ("/tmp", tempfile.gettempdir()):
-        if os.access(base, os.W_OK):
-            found.append(os.path.join(base, f"hvdlite-{own}"))
+    bases = ["/tmp"]
+    with contextlib.suppress(OSError):  # There is none that can be written.
+        bases.append(tempfile.gettempdir())
+    found += [os.path.join(base, f"hvdlite-{own}") for base in bases if os.access(base, os.W_OK)]
     return list(dict.fromkeys(found))
 
 
@@ -50,7 +55,12 @@ def check_folder(path: str) -> None:
 
 def publish() -> tuple[socket.socket, str]:
     """Return a socket that listens in the folder, and its path. Raises `OSError`, `ConfigError`."""
-    folder = folders()[0]
+    if not (found := folders()):
+        raise ConfigError(
+            "there is no folder for its socket, neither XDG_RUNTIME_DIR nor /tmp: set "
+            "XDG_RUNTIME_DIR to a folder of your own"
+        )
+    folder = found[0]
     for left in reversed(range(TRIES)):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
@@ -75,6 +85,12 @@ def _listen(folder: str) -> tuple[socket.socket, str]:
     return listener, path
 
 
+def touch(path: str) -> None:
+    """Let the socket count as new: systemd-tmpfiles removes what is ten days old from /tmp."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
 def withdraw(path: str) -> None:
     """Remove the socket, and the folder where it was the last one."""
     with contextlib.suppress(OSError):
@@ -84,15 +100,20 @@ def withdraw(path: str) -> None:
 
 def remove_stale(folder: str) -> list[str]:
     """Remove the sockets of dead launchers; return the paths of the others."""
-    living = []
+    living, now = [], time.time()
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         if name.endswith(SUFFIX) and _lives(path):
             living.append(path)
+        elif HIDDEN.fullmatch(name):
+            with contextlib.suppress(OSError):
+                if now - os.lstat(path).st_mtime > HIDDEN_SECONDS:
+                    _lives(path)
     return living
 
 
 def _lives(path: str) -> bool:
+    """Return whether somebody listens at a socket, which is removed otherwise."""
     try:
         connect(Address(path=path), CONNECT_SECONDS).close()
     except ConnectionRefusedError:

@@ -6,7 +6,6 @@ answer NUMBER DICT                  from the launcher
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,25 +29,42 @@ MOST_BYTES = 4096  # Of a request.
 MOST_OPEN = 8  # Requests of one viewer that are not answered yet.
 MOST_QUEUED = 1 << 24  # Bytes that a viewer has not read.
 STRANGER_SECONDS = 5.0
+TOUCH_SECONDS = 86400.0
 
 Make = Callable[[Sequence[Any], Callable[[Answer], None]], None]
 
 
 class LocalService:
-    """Serves `make`, the requests of one job; where it cannot listen, nobody can look."""
+    """Serves `make`, the requests of one job; where it cannot listen, it is said by `say`."""
 
-    def __init__(self, loop: Loop, make: Make) -> None:
+    def __init__(self, loop: Loop, make: Make, say: Callable[[str], None]) -> None:
         self._loop, self._make = loop, make
         self._viewers: dict[Link, int] = {}  # With how many requests are open.
         self._path = ""
         self._listener: Listener | None = None
-        with contextlib.suppress(OSError, ConfigError):
-            listening, self._path = runtime_folder.publish()
+        try:
+            self._listen()
+        except (OSError, ConfigError) as error:  # No reason to end a training.
+            say(f"hvdlite-top cannot look at this job: {error}")
+
+    def _listen(self) -> None:
+        listening, self._path = runtime_folder.publish()
+        try:
             self._listener = Listener(
-                loop, [listening], Party(NO_SECRET, LAUNCHER, VIEWER), self._accept,
+                self._loop, [listening], Party(NO_SECRET, LAUNCHER, VIEWER), self._accept,
                 judge=self._judge, same_user=True, most_strangers=MOST_VIEWERS,
                 stranger_seconds=STRANGER_SECONDS,
             )  # fmt: skip
+        except BaseException:
+            runtime_folder.withdraw(self._path)
+            listening.close()
+            raise
+        self._loop.call_after(TOUCH_SECONDS, self._touch)
+
+    def _touch(self) -> None:
+        if self._listener is not None:
+            runtime_folder.touch(self._path)
+            self._loop.call_after(TOUCH_SECONDS, self._touch)
 
     @property
     def watched(self) -> bool:

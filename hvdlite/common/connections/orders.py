@@ -8,7 +8,7 @@ answer consists of events of the rank.
 | count    | none           | none: the rank counts, and sends a line a second, from now on       |
 | stack    | none           | the Python stack of its main thread                                 |
 | tensor   | a name         | what was run of the tensor of late: see `Counts.history`            |
-| timeline | a file, steps  | after so many steps of the rank, what was written                   |
+| timeline | a file, steps  | {begun: the file}, and after so many steps {file, steps, seconds}   |
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import zlib
 from typing import Any, NamedTuple
 
 COUNT, STACK, TENSOR, TIMELINE = KINDS = ("count", "stack", "tensor", "timeline")
+BEGUN = "begun"  # In an answer that another one follows, which may take long.
 PIPE_NAME = "orders"  # Followed by a dot and the rank.
 LONGEST_ORDER = 2048
 LONGEST_PART = 3500  # A line of at most 4096 bytes is written to a pipe as a whole.

@@ -188,12 +188,14 @@ class Counts(Following):
         collective. Without a tensor of the name, `others` are names that contain it, or all.
         """
         runs, shift = list(self._runs), self._runtime.engine.clock_offset_seconds
-        names = dict.fromkeys(name for run in reversed(runs) for name in run.names)
+        groups = dict.fromkeys(run.names for run in reversed(runs))  # The same in each step.
+        names = dict.fromkeys(name for group in groups for name in group)
         name = next((each for each in names if wanted in (each, each.partition(".")[2])), None)
         if name is None:
             others = [each for each in names if wanted in each] or list(names)
             return {"name": "", "runs": [], "others": others[:MOST_NAMES]}
-        found = [run for run in runs if name in run.names][-MOST_SHOWN:]
+        having = {group for group in groups if name in group}
+        found = [run for run in runs if run.names in having][-MOST_SHOWN:]
         return {"name": name, "others": [], "runs": [
             [(run.ready or run.start) + shift, run.start + shift, run.end + shift, run.bytes,
              len(run.names)] for run in found

@@ -19,6 +19,7 @@ from hvdlite.common.base.report_failure import (
     tell_launcher,
 )
 from hvdlite.common.connections.orders import (
+    BEGUN,
     COUNT,
     PIPE_NAME,
     STACK,
@@ -117,9 +118,12 @@ def _tensor(order: Order, counts: Callable[[], Counts]) -> Answer:
 def _timeline(order: Order, counts: Callable[[], Counts]) -> None:
     path, steps = order.arguments
 
+    def begun(file: str) -> None:
+        _answer(order.number, {BEGUN: file})
+
     def record() -> None:
         try:
-            answer = _record(counts(), str(path), min(max(int(steps), 1), MOST_STEPS))
+            answer = _record(counts(), str(path), min(max(int(steps), 1), MOST_STEPS), begun)
         except Exception as error:
             answer = _error(error)
         _answer(order.number, answer)
@@ -127,16 +131,21 @@ def _timeline(order: Order, counts: Callable[[], Counts]) -> None:
     threading.Thread(target=record, name="hvdlite-timeline-order", daemon=True).start()
 
 
-def _record(counts: Counts, path: str, steps: int) -> Answer:
-    """Write a timeline of the next steps."""
-    runtime = counts.runtime
-    if runtime.timeline.enabled:
+def _record(counts: Counts, path: str, steps: int, begun: Callable[[str], None]) -> Answer:
+    """Write a timeline of the next steps, whose file `begun` is told of at once."""
+    recording = counts.runtime.recording
+    if recording.timeline.enabled:
         raise RuntimeError("this rank writes a timeline already")
-    file = runtime.recording.start(os.path.abspath(path), False)
+    file = recording.start(os.path.abspath(path), False)
+    if not file:
+        recording.stop()
+        raise RuntimeError("another one is rank 0 by now: ask again")
     try:
+        begun(file)
         seen = counts.wait_for_steps(steps, SILENT_SECONDS)
     finally:
-        runtime.recording.stop()
+        if recording.timeline.records_to(file):  # The script may have begun one meanwhile.
+            recording.stop()
     return {"file": file, "steps": seen, "seconds": SILENT_SECONDS}
 
 

@@ -147,7 +147,7 @@ class CollectiveSettings:
     live: bool = setting(
         False, "LIVE", boolean,
         "Count what each rank does while it runs, for hvd.metrics(); hvdlite-run "
-        "--live, --live-page and --metrics-port set it.",
+        "--live, --live-page, --live-report and --metrics-port set it.",
         yaml="live.enabled", alias=False,
     )  # fmt: skip
     check_weights: int = setting(

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import hvdlite
 import hvdlite.numpy as hvd
+from hvdlite.common.connections.orders import Order
 from hvdlite.common.iterations import orders
 from hvdlite.common.iterations.counts import Counts
 from hvdlite.common.iterations.live import counts_of
@@ -233,6 +235,38 @@ def test_each_init_looks_whether_to_count(tmp_path: Path, monkeypatch: pytest.Mo
             ]
     finally:
         os.close(reader)
+
+
+@pytest.mark.parametrize("script_begins_one", [False, True])
+def test_a_timeline_by_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script_begins_one: bool
+) -> None:
+    """The rank says at once that it has begun, and ends no timeline but its own."""
+    ours, other = str(tmp_path / "ours.json"), str(tmp_path / "other.json")
+    said = list[dict[str, Any]]()
+    monkeypatch.setattr(orders, "SILENT_SECONDS", 0.01)
+
+    def main(rank: int) -> None:
+        recording = current().recording
+
+        def answer(number: int, value: dict[str, Any]) -> None:
+            assert number == 5
+            if not said and script_begins_one:
+                recording.start(other, False)
+            said.append(value)
+
+        monkeypatch.setattr(orders, "_answer", answer)
+        counts = counts_of(current())
+        before = set(threading.enumerate())
+        orders._obey_order(Order(5, "timeline", (ours, 3)), lambda: counts)
+        for thread in set(threading.enumerate()) - before:
+            if thread.name == "hvdlite-timeline-order":
+                thread.join(20)
+        assert said == [{"begun": ours}, {"file": ours, "steps": 0, "seconds": 0.01}]
+        assert recording.timeline.enabled == script_begins_one
+
+    run_ranks(1, main)
+    assert json.loads(Path(ours).read_text())
 
 
 def test_the_last_runs_of_a_tensor() -> None:

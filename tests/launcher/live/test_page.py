@@ -74,6 +74,9 @@ def test_names_that_a_stranger_may_let_stand_for_this_host() -> None:
     for host in ("evil.example:80", "localhost.evil.example", "", "127.0.0.1.evil.example:1"):
         assert ask(page, "/", host=host) == ask(page, "/data/", host=host) == "403", host
     assert ask(page, "/data/", "Host: evil.example") == "403", "one of two"
+    named = LivePage("train.py", "Node1.Example")  # As hvdlite-run prints it, and browsers ask.
+    assert ask(named, "/", host="node1.example:80") == "200"
+    assert ask(named, "/", host="evil.example:80") == ask(named, "/", host="") == "403"
 
 
 def test_other_origins() -> None:

@@ -72,9 +72,10 @@ def test_questions() -> None:
     older = asked.answer
     press(one, "w")
     older({"stack": "too late"})
-    assert one.panel == ["rank 0 writes a timeline of its next 10 steps ..."]
-    asked.answer({"file": "/a.json", "host": "b", "steps": 4, "seconds": 30.0})
-    assert one.panel[0] == "/a.json on host b: 4 steps, and then none for 30 s"
+    assert one.panel == ["a timeline of the next 10 steps of rank 0: ..."]
+    asked.answer({"file": "/a.json", "host": "b", "steps": 10})
+    assert one.panel[0] == "rank 0 writes its next 10 steps, and an event tells when it has:"
+    assert one.panel[1] == "/a.json on host b"
     press(one, "tx\x15layerx\x7f3\r")
     assert asked.requests[1:] == [["timeline", 10], ["tensor", "layer3"]]
     asked.answer({"error": "rank 1: no"})

@@ -62,6 +62,22 @@ def test_pipes_of_ranks(tmp_path: Path) -> None:
     assert os.read(pipe, 100) == b'line\n[0,"count"]\n'
     os.close(pipe)
     assert (tmp_path / "count").exists(), "ranks that start later look for it"
+    rank_orders.forget(folder, 1)
+    assert not (tmp_path / "orders.1").exists()
+
+
+def test_ranks_count_also_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(rank_orders, "open", full, raising=False)
+    os.mkfifo(tmp_path / "orders.1")
+    pipe = os.open(tmp_path / "orders.1", os.O_RDWR | os.O_NONBLOCK)
+    rank_orders.count(str(tmp_path))
+    assert os.read(pipe, 100) == b'[0,"count"]\n'
+    os.close(pipe)
 
 
 def views(count: int) -> list[RankView]:

@@ -20,26 +20,29 @@ from hvdlite.launcher.questions.asking import Asking
 from hvdlite.launcher.questions.requests import Requests
 
 
-def answers(request: Any, rank_says: Any) -> dict[str, Any]:
-    """What is answered to a request where rank 0 answers this."""
+def answers(request: Any, *rank_says: Any) -> dict[str, Any]:
+    """What is answered to a request where rank 0 answers this, and then that."""
     loop, found, job = Loop(), list[dict[str, Any]](), JobView()
+    events = list[str]()
     job.take("a", 7, '[1,0,1,"",{}]', 0.0)
 
     def give(number: int, line: str) -> str:
         order = unpack_order(line)
         assert order is not None
-        for part in pack_answer(order.number, rank_says):
-            loop.post(partial(asking.receive, number, part))
+        for each in rank_says:
+            for part in pack_answer(order.number, each):
+                loop.post(partial(asking.receive, number, part))
         return ""
 
     asking = Asking(loop, give)
-    requests = Requests(job, asking, lambda: {"ranks": []})
+    requests = Requests(job, asking, lambda: {"ranks": []}, events.append)
     requests.about = {"pid": 3, "directory": "/job"}
     requests.make(request, found.append)
-    while not found:
+    while not found or loop._posted:
         loop.run_once(1.0)
     loop.close()
-    return found[0]
+    assert len(found) == 1
+    return found[0] | ({"event": events[0]} if events else {})
 
 
 def shown(request: list[Any], answer: dict[str, Any]) -> list[str]:
@@ -59,8 +62,15 @@ def test_what_is_answered() -> None:
     assert answers(["stack", 0], {"error": "no"}) == {"error": "rank 0: no"}
     runs = {"name": "allreduce.w", "runs": [[0.0, 1.0, 2.0, 5, 1]]}
     assert answers(["tensor", "w"], runs)["calls"][0]["bytes"] == 5
-    written = {"file": "/job/x.json", "steps": 10, "seconds": 30.0}
-    assert answers(["timeline", 10], written)["file"] == "/job/x.json"
+    begun, written = {"begun": "/job/x.json"}, {"file": "/job/x", "steps": 9, "seconds": 30.0}
+    answer = {"file": "/job/x.json", "host": "a", "steps": 9}
+    assert answers(["timeline", 9], begun) == answer
+    answer["event"] = "rank 0 has written 9 steps to x"
+    assert answers(["timeline", 9], begun, written) == answer
+    late = answers(["timeline", 10], begun, written)["event"]
+    assert late == "rank 0 has written 9 steps to x, and then came none for 30 s"
+    failed = answers(["timeline", 10], begun, {"error": "disk full"})["event"]
+    assert failed == "the timeline of rank 0: rank 0: disk full"
     assert "too long" in answers(["tensor", "\u20ac" * 400], {})["error"]
 
 
@@ -81,6 +91,8 @@ def test_whatever_a_rank_says(request_: list[Any], says: Any) -> None:
     job = JobView()
     job.take("a", 0, json.dumps([1, 0, 1, says, {}]), 0.0)
     pack([snapshot(job, 0.0, 0.0)])
+    if request_[0] == "timeline":
+        assert isinstance(answers(request_, {"begun": says}, says)["event"], str)
     lines = shown(request_, answers(request_, says))
     assert lines and all(isinstance(line, str) for line in lines)
 

@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Served:
         self.loop = EventLoop()
         self.asked: list[Any] = []
         self.answer: dict[str, Any] | None = None  # None: the request.
-        self.service = LocalService(self.loop, self._make)
+        self.service = LocalService(self.loop, self._make, print)
         self._over = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -146,9 +147,13 @@ def test_stale_sockets_go(folder: Path) -> None:
     for name in ("1.sock", "2.sock"):
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(folder / name))
+    for name, age in ((".7-0123abcd", 100.0), (".8-0123abcd", 0.0)):  # Before they listen.
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(folder / name))
+        os.utime(folder / name, (time.time() - age,) * 2)
     (folder / "other").touch()
     assert find_jobs() == ([], [])
-    assert [path.name for path in folder.iterdir()] == ["other"]
+    assert {path.name for path in folder.iterdir()} == {"other", ".8-0123abcd"}
     listener, path = runtime_folder.publish()
     os.rename(path, folder / "3.sock")
     again, second = runtime_folder.publish()
@@ -175,6 +180,46 @@ def test_folders_that_are_not_trusted(folder: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="is no folder"):
         runtime_folder.publish()
     folder.unlink()
+
+
+def test_no_folder_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job goes on without a socket, and who looks finds no job."""
+
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(runtime_folder.tempfile, "gettempdir", none)
+    monkeypatch.setattr(runtime_folder.os, "access", lambda *_: False)
+    said, loop = list[str](), EventLoop()
+    LocalService(loop, lambda request, done: None, said.append).close()
+    assert len(said) == 1 and "set XDG_RUNTIME_DIR to a folder of your own" in said[0]
+    assert find_jobs() == ([], [])
+    loop.close()
+
+
+def test_a_socket_goes_where_nobody_listens_at_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(service, "Listener", fails)
+    said, loop = list[str](), EventLoop()
+    LocalService(loop, lambda request, done: None, said.append)
+    assert said == ["hvdlite-top cannot look at this job: Too many open files"]
+    assert not folder.exists()
+    loop.close()
+
+
+def test_a_socket_does_not_grow_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "TOUCH_SECONDS", 0.01)
+    loop = EventLoop()
+    one = LocalService(loop, lambda request, done: None, print)
+    os.utime(one._path, (0, 0))
+    while not os.stat(one._path).st_mtime:
+        loop.run_once(1.0)
+    one.close()
+    loop.close()
 
 
 def test_where_the_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,8 +103,9 @@ def check_keys(screen: Terminal) -> None:
     screen.press("tx\x15weight\r")
     screen.wait_for(r"allreduce.weight on 2 ranks[^|]*rank 1: rank 0 waited [0-9.]+ ms")
     screen.press("w")
-    text = screen.wait_for(r"hvdlite-timeline-\d+-\d+\.json on host .*: 10 steps")
+    text = screen.wait_for(r"hvdlite-timeline-\d+-\d+\.json on host ")
     file = re.findall(r"\S+hvdlite-timeline-\d+-\d+\.json", text)[-1]
+    screen.wait_for(r"rank 0 has written 10 steps to hvdlite-timeline-")
     events = json.loads(Path(file).read_text())
     reduced = [each for each in events if each.get("name") == "ALLREDUCE"]
     assert 10 <= len(reduced) < 60
