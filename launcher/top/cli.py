@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import signal
@@ -109,14 +110,21 @@ def _choose(jobs: Sequence[Job], wanted: int | None) -> Job | None:
 
 def spell_jobs(jobs: Sequence[Job]) -> list[str]:
     """Return a line for each job."""
-    lines = []
+    rows = []
     for number, (_, about) in enumerate(jobs, 1):
-        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["started"]))
-        lines.append(
-            f"{number:>3}  pid {about['pid']:>7}  {about['ranks']:>5} ranks  since {began}  "
-            f"{printable(shlex.join(about['command']))}"
-        )
-    return lines
+        program, *words = about["command"] or [""]
+        command = printable(shlex.join([os.path.basename(program), *words]))
+        ranks = f"{about['ranks']} rank{'' if about['ranks'] == 1 else 's'}"
+        row = (str(number), f"pid {about['pid']}", ranks, _spell_start(about["started"]), command)
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    return ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
+
+
+def _spell_start(at: float) -> str:
+    began, now = time.localtime(at), time.localtime()
+    today = began[:3] == now[:3]
+    return f"since {time.strftime('%H:%M' if today else '%Y-%m-%d %H:%M', began)}"
 
 
 def _print_once(connection: JobConnection, loop: EventLoop) -> int:

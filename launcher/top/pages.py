@@ -105,6 +105,10 @@ class Pages:
         self.draw()
 
 
+def _cut(line: str, columns: int) -> str:
+    return line if len(line) <= columns else f"{line[: columns - 1]}…"
+
+
 class ListPage(Page):
     """The running jobs, of which one can be opened."""
 
@@ -116,12 +120,10 @@ class ListPage(Page):
 
     def lines(self, columns: int, height: int) -> list[str]:
         first = max(0, self._at - max(height - 4, 1))
-        shown = [
-            f"\x1b[7m{line[: columns - 1]}\x1b[m" if number == self._at else line[: columns - 1]
-            for number, line in enumerate(self._lines)
-        ][first:]
         title = "running jobs (arrows or a number, Enter; q: quit)"
-        return [title[: columns - 1], self.said[: columns - 1], *shown]
+        shown = [_cut(line, columns - 1) for line in (title, self.said, *self._lines)]
+        shown[self._at + 2] = f"\x1b[7m{shown[self._at + 2]}\x1b[m"
+        return [*shown[:2], *shown[2 + first :]]
 
     def press(self, key: str) -> None:
         self.said = ""
@@ -172,8 +174,8 @@ class JobPage(Page):
     def lines(self, columns: int, height: int) -> list[str]:
         job = self._viewer.job
         if job is None:
-            said = [printable(line) for line in self._trouble or ["the job has not answered yet"]]
-            return [line[: columns - 1] for line in said]
+            said = self._trouble or ["the job has not answered yet"]
+            return [_cut(printable(line), columns - 1) for line in said]
         return lines_of(
             job, columns, height, share=1.0, chosen=self._viewer.chosen, title=True,
             panel=[*self._viewer.panel, *self._trouble, self._viewer.help],

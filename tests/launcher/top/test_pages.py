@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ class Job(Served):
     def __init__(self, pid: int, ranks: int) -> None:
         self.broken = False
         self._about = {
-            "pid": pid, "command": ["python", f"{pid}.py"], "ranks": ranks, "directory": "/",
-            "started": float(pid),
+            "pid": pid, "command": ["/opt/bin/python", f"{pid}.py", "x\x1b" * 40 * (pid - 1)],
+            "ranks": ranks, "directory": "/", "started": 1e6 * pid,
         }  # fmt: skip
         self._job = {**snapshot(job(ranks), 7.5, 1000.0), "job": self._about}
         super().__init__()
@@ -67,7 +68,7 @@ class Top:
             return 0
 
         self.loop, self.screen = EventLoop(), Screen()
-        self.services = [Job(1, 2), Job(2, 3)]
+        self.services = [Job(1, 1), Job(2, 3)]
         monkeypatch.setattr(pages, "Screen", lambda: self.screen)
         monkeypatch.setattr(pages.Pages, "run", run)
         self.jobs, said = cli.running_jobs(self.loop)
@@ -113,16 +114,19 @@ def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Top]:
 def test_two_jobs(top: Top) -> None:
     """The end of a job is said where that job is shown, and leads back to the list."""
     top.show()
-    assert [line.split()[-2:] for line in top.screen.text.splitlines()[2:]] == [
-        ["python", "1.py"], ["python", "2.py"]
-    ]  # fmt: skip
+    first, second = top.screen.text.splitlines()[2:]
+    assert first == f"1  pid 1  1 rank   {cli._spell_start(1e6)}  python 1.py ''"
+    assert second.startswith(f"2  pid 2  3 ranks  {cli._spell_start(2e6)}  python 2.py 'x?x?")
+    assert second.endswith("…")
+    now = time.time()
+    assert cli._spell_start(now) == time.strftime("since %H:%M", time.localtime(now))
     top.press("2", ENTER)
     top.wait_for("3 ranks |")
     top.press("q", "1", ENTER)
-    top.wait_for("2 ranks |")
+    top.wait_for("1 rank |")
     top.services.pop().close()
     top.wait(lambda: not top.jobs[1][0].open)
-    assert "2 ranks |" in top.screen.text, "it is another that has ended"
+    assert "1 rank |" in top.screen.text, "it is another that has ended"
     top.press("q")
     assert "has ended" not in top.screen.text
     top.press("2", ENTER)
@@ -130,7 +134,7 @@ def test_two_jobs(top: Top) -> None:
     top.press("k")
     assert "has ended" not in top.screen.text
     top.press(ENTER)
-    top.wait_for("2 ranks |")
+    top.wait_for("1 rank |")
     top.jobs[0][0]._link._end("connection reset by peer")
     assert (
         "the job of process 1 cannot be asked any more: connection reset by peer" in top.screen.text
@@ -143,7 +147,7 @@ def test_two_jobs(top: Top) -> None:
 
 def test_only_one_job(top: Top) -> None:
     cli._show(top.jobs[:1], top.jobs[0], top.loop)
-    top.wait_for("2 ranks |")
+    top.wait_for("1 rank |")
     top.services.pop(0).close()
     top.wait(lambda: top.pages._over)
     assert top.pages._last_words == "the job of process 1 has ended"
@@ -152,16 +156,16 @@ def test_only_one_job(top: Top) -> None:
 def test_a_job_that_answers_with_errors(top: Top, capsys: pytest.CaptureFixture[str]) -> None:
     top.show()
     top.press(ENTER)
-    top.wait_for("2 ranks |")
+    top.wait_for("1 rank |")
     top.services[0].broken = True
     top.look()
     top.wait_for("the answer?cannot be read")
-    assert "2 ranks |" in top.screen.text, "what was known stays"
+    assert "1 rank |" in top.screen.text, "what was known stays"
     top.press("q", ENTER)
     top.wait_for("the answer?cannot be read")
     top.services[0].broken = False
     top.look()
-    top.wait_for("2 ranks |")
+    top.wait_for("1 rank |")
     assert "cannot be read" not in top.screen.text
     top.services[0].broken = True
     assert cli._print_once(top.jobs[0][0], top.loop) == cli.NO_JOB_CODE
