@@ -22,7 +22,7 @@ from hvdlite.torch.dtypes import DTYPE_NAMES
 _BLOCKS_AT_ONCE = 4096  # Of a tensor on a device: 32 MiB, as much again for the products.
 
 
-def of_tensor(name: str, tensor: torch.Tensor) -> Compared:
+def of_tensor(name: str, tensor: torch.Tensor, shown: str = "") -> Compared:
     """Return a dense tensor to compare, whose bytes stay on its device."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
@@ -34,7 +34,7 @@ def of_tensor(name: str, tensor: torch.Tensor) -> Compared:
         return sums_of(flat.numpy()) if flat.device.type == "cpu" else sums_on_device(flat)
 
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-    return Compared(name, dtype, tuple(tensor.shape), sums, block)
+    return Compared(name, dtype, tuple(tensor.shape), sums, block, shown)
 
 
 def sums_on_device(flat: torch.Tensor) -> Array:
@@ -73,30 +73,38 @@ def whole(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def weights_of(
-    optimizer: Any, names: Mapping[torch.Tensor, str], *, state: bool, alike: Alike = whole
+    optimizer: Any,
+    names: Mapping[torch.Tensor, str],
+    *,
+    state: bool,
+    alike: Alike = whole,
+    shown: Mapping[torch.Tensor, str] | None = None,
 ) -> Iterator[Compared]:
     """Yield the parameters that have names, the options of their groups, and with `state` that.
 
-    Left out is what `alike` leaves out, and what is neither a tensor nor a number.
+    An error calls parameters as `shown` does, by default by their names. Left out is what `alike`
+    leaves out, and what is neither a tensor nor a number.
     """
     for number, group in enumerate(vars(optimizer)["param_groups"]):
         known = [parameter for parameter in group["params"] if parameter in names]
         if known:
-            yield from _items(f"param_groups[{number}]", group, alike)
+            yield from _items(f"param_groups[{number}]", "", group, alike)
         for parameter in known:
             tensor, name = alike(parameter), names[parameter]
+            called = "" if shown is None else shown[parameter]
             if tensor is not None:
-                yield of_tensor(name, tensor)
+                yield of_tensor(name, tensor, called)
                 if state:
-                    yield from _items(name, optimizer.state.get(parameter, {}), alike)
+                    yield from _items(name, called, optimizer.state.get(parameter, {}), alike)
 
 
-def _items(owner: str, values: Mapping[str, Any], alike: Alike) -> Iterator[Compared]:
+def _items(owner: str, called: str, values: Mapping[str, Any], alike: Alike) -> Iterator[Compared]:
     for key in sorted(map(str, values)):
         value = values.get(key)
+        shown = called and f"{called}: {key}"
         if isinstance(value, torch.Tensor):
             tensor = alike(value)
             if tensor is not None:
-                yield of_tensor(f"{owner}: {key}", tensor)
+                yield of_tensor(f"{owner}: {key}", tensor, shown)
         elif isinstance(value, (int, float)):
-            yield of_array(f"{owner}: {key}", np.array(value))
+            yield of_array(f"{owner}: {key}", np.array(value))._replace(shown=shown)

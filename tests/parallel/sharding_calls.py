@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
+from hvdlite.common.runtime.current import current
 from hvdlite.torch import sharding
+from hvdlite.torch.process_group.weights import watch_optimizers
 from hvdlite.torch.sharding import running
 from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor
 from hvdlite.torch.sharding.loading import cut_what_is_loaded
+from tests.parallel import sharding_steps
 from tests.parallel.sharding_edges import SHARE, WIDTH, own, whole_batch
 
 
@@ -81,6 +85,31 @@ def check_few_rows_and_another_dtype_are_loaded() -> None:
     assert torch.equal((part.weight * 2).full_tensor(), whole * 2)
 
 
+def check_weights_are_compared() -> None:
+    """HVDLITE_CHECK_WEIGHTS: of two parts with equal names, a value that one rank changes."""
+    runtime = current()
+    config, runtime.config = runtime.config, replace(runtime.config, check_weights=2)
+    watch_optimizers()
+    try:
+        first, second = (sharding_steps.Network().sharded() for _ in range(2))
+        parameters = [*first.part.parameters(), *second.part.parameters()]
+        optimizer = sharding.local_step(torch.optim.SGD(parameters, 0.05))
+        batch = sharding_steps.own(sharding_steps.whole_batch())
+        for step in range(1, 5):
+            if (hvd.rank(), step) == (1, 4):
+                with torch.no_grad():
+                    second.part.scale.to_local().add_(1)
+            optimizer.zero_grad()
+            (first.loss(batch) + second.loss(batch)).backward()
+            if step < 4:
+                optimizer.step()
+        sharding_steps.expect(
+            "diverged at step 4: rank 1 differs from", optimizer.step, RuntimeError
+        )
+    finally:
+        runtime.config = config
+
+
 def check_shapes_are_planned_once() -> None:
     """A last batch and a growing sequence are planned when they come, and never again."""
     made, plan = [], running.plan
@@ -110,4 +139,5 @@ CHECKS = [
     check_whole_values_are_loaded,
     check_few_rows_and_another_dtype_are_loaded,
     check_arguments_of_other_kinds,
+    check_weights_are_compared,
 ]

@@ -46,11 +46,12 @@ class Facts(NamedTuple):
 class Compared(NamedTuple):
     """A tensor that ranks compare. Its bytes are read when they are asked for."""
 
-    name: str
+    name: str  # All ranks that have the tensor give it this name.
     dtype: str
     shape: tuple[int, ...]
     sums: Callable[[], Array]  # uint64: of each block of the bytes.
     block: Callable[[int], bytes]
+    shown: str = ""  # What an error calls it instead of its name; ranks may differ in that.
 
     def facts(self) -> Facts:
         """Return what ranks compare first; reads all bytes."""
@@ -108,7 +109,8 @@ def compare(tensors: Sequence[Compared], what: str, remedy: str, gather: Gather)
     total = hashlib.blake2b(listed.encode(), digest_size=16).digest()
     if len({*gather("digest", total).values()}) == 1:
         return
-    of_ranks: dict[int, dict[str, Facts]] = gather("digests", mine)
+    told = gather("digests", (mine, {each.name: each.shown for each in tensors if each.shown}))
+    of_ranks: dict[int, dict[str, Facts]] = {rank: told[rank][0] for rank in sorted(told)}
     names = dict.fromkeys(name for theirs in of_ranks.values() for name in theirs)
     different = [
         name for name in names if len({theirs.get(name) for theirs in of_ranks.values()}) > 1
@@ -116,9 +118,10 @@ def compare(tensors: Sequence[Compared], what: str, remedy: str, gather: Gather)
     groups = _groups({rank: theirs.get(different[0]) for rank, theirs in of_ranks.items()})
     tensor = next((tensor for tensor in tensors if tensor.name == different[0]), None)
     element = _first_element(tensor, groups, gather)
+    shown = [theirs[different[0]] for _, theirs in told.values() if different[0] in theirs]
     raise RuntimeError(
         f"{what}: {_who(groups)} in {len(different)} of {len(names)} tensors, first in "
-        f"'{different[0]}'{element} ({_values(groups)}). {remedy}"
+        f"'{[*shown, different[0]][0]}'{element} ({_values(groups)}). {remedy}"
     )
 
 

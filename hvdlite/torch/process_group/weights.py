@@ -7,16 +7,18 @@ A hook of all optimizers finds the models whose parameters they have (HVDLITE_CH
   which it is a replica: along others, ranks have different parts;
 - `FullyShardedDataParallel` has replicas with HYBRID_SHARD and NO_SHARD.
 
-What no two ranks have alike is not compared, which is said once.
+What no two ranks have alike is not compared, which is said once. Ranks tell parameters from each
+other by their order in the optimizer: names may depend on wrappers that only some ranks have.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -42,7 +44,7 @@ class _Replicas:
         self, names: dict[torch.Tensor, str], check: WeightsCheck, alike: Alike = whole
     ) -> None:
         self._check, self._alike = check, alike
-        self._places = {name: ref(parameter) for parameter, name in names.items()}
+        self._places = [(ref(parameter), name) for parameter, name in names.items()]
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Compare where it is time to."""
@@ -50,9 +52,13 @@ class _Replicas:
 
     def _tensors(self, optimizer: Optimizer) -> Iterator[Compared]:
         divided = any(base.__name__ == _DIVIDING for base in type(optimizer).__mro__)
-        places = {name: place() for name, place in self._places.items()}
-        names = {parameter: name for name, parameter in places.items() if parameter is not None}
-        return weights_of(optimizer, names, state=not divided, alike=self._alike)
+        numbers: dict[torch.Tensor, str] = {}
+        shown: dict[torch.Tensor, str] = {}
+        for number, (place, name) in enumerate(self._places):
+            parameter = place()
+            if parameter is not None:
+                numbers[parameter], shown[parameter] = f"{number}", name
+        return weights_of(optimizer, numbers, state=not divided, alike=self._alike, shown=shown)
 
 
 class _Model(_Replicas):
@@ -97,17 +103,20 @@ def _replicas_of(optimizer: Optimizer) -> list[_Replicas]:
     optimizers = [each for each in objects if issubclass(type(each), Optimizer)]
     if any(value is optimizer for each in optimizers for value in vars(each).values()):
         return []
-    found: list[_Replicas] = []
-    if on_meshes:
-        found += _along_axes(optimizer, on_meshes, objects)
+    models = [] if wrapped else _fsdp1_models(parameters, objects)
+    found = [*_along_axes(on_meshes, objects)]
     if not wrapped:
-        found += [*_models_of(parameters, objects), *_of_fsdp1(optimizer, parameters, objects)]
+        found += [*_models_of(parameters, objects), *_of_fsdp1(models)]
+    compared = bool(found) or (wrapped and len(on_meshes) < len(parameters))
+    if not compared and (_are_divided(on_meshes) or any(map(_is_divided, models))):
+        warn_user(
+            f"HVDLITE_CHECK_WEIGHTS compares nothing of {type(optimizer).__name__}: its parameters "
+            "are divided among all ranks, and no two ranks have the same part"
+        )
     return found
 
 
-def _along_axes(
-    optimizer: Optimizer, parameters: Sequence[Any], objects: Sequence[Any]
-) -> Iterator[_Replicas]:
+def _along_axes(parameters: Sequence[Any], objects: Sequence[Any]) -> Iterator[_Replicas]:
     """Yield what is compared of DTensors: a part along each axis of a mesh on which it is whole."""
     names = _names_of(parameters, objects)
     axes: dict[tuple[Any, int], dict[torch.Tensor, str]] = {}
@@ -116,12 +125,21 @@ def _along_axes(
             if placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
                 key = parameter.device_mesh, axis
                 axes.setdefault(key, {})[parameter] = names[parameter]
-    if not axes:
-        _say_that_nothing_is_compared(optimizer)
+    places = {parameter: place for place, parameter in enumerate(names)}
     for (mesh, axis), known in axes.items():
-        check = _check(f"mesh.{axis}", known, mesh.get_group(axis))
+        first = min(places[parameter] for parameter in known)
+        check = _check(f"mesh.{axis}.{first}.{len(known)}", mesh.get_group(axis))
         if check is not None:
             yield _Replicas(known, check, functools.partial(_along, mesh, axis))
+
+
+def _are_divided(parameters: Sequence[Any]) -> bool:
+    """Return whether several ranks have different parts of a DTensor."""
+    return any(
+        not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
+        for parameter in parameters
+        for axis, placement in enumerate(parameter.placements)
+    )
 
 
 def _along(mesh: Any, axis: int, tensor: Any) -> torch.Tensor | None:
@@ -133,53 +151,73 @@ def _along(mesh: Any, axis: int, tensor: Any) -> torch.Tensor | None:
     return whole(tensor.detach().to_local())
 
 
-def _of_fsdp1(
-    optimizer: Optimizer, parameters: Sequence[Any], objects: Sequence[Any]
-) -> Iterator[_Replicas]:
-    """Yield what is compared of models of `FullyShardedDataParallel`, the outermost ones."""
+class _Fsdp1Model(NamedTuple):
+    """An outermost `FullyShardedDataParallel`, and which of its parameters an optimizer has."""
+
+    model: Any
+    parameters: list[torch.Tensor]  # In the order of the optimizer.
+
+
+def _fsdp1_models(parameters: Sequence[Any], objects: Sequence[Any]) -> list[_Fsdp1Model]:
+    """Return the models whose parameters an optimizer has, in the order of these."""
     models = [each for each in objects if type(each).__name__ == _FSDP1]
     inner = {id(each) for model in models for each in model.modules() if each is not model}
+    found = []
     for model in models:
         own = {id(parameter) for parameter in model.parameters()}
+        # Each rank may have its own of those that the user lets FSDP ignore.
+        own -= {
+            id(parameter)
+            for module in model.modules()
+            for parameter in getattr(module, "_ignored_params", ())
+        }
         known = [parameter for parameter in parameters if id(parameter) in own]
-        if id(model) in inner or not known:
-            continue
+        if known and id(model) not in inner:
+            found.append(_Fsdp1Model(model, known))
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    return sorted(found, key=lambda each: places[id(each.parameters[0])])
+
+
+def _of_fsdp1(models: Sequence[_Fsdp1Model]) -> Iterator[_Replicas]:
+    """Yield what is compared of models of `FullyShardedDataParallel`."""
+    for number, (model, parameters) in enumerate(models):
         replicated = model.sharding_strategy.name == "NO_SHARD"
         group = model.process_group if replicated else getattr(model, "_inter_node_pg", None)
-        if group is None:
-            _say_that_nothing_is_compared(optimizer)
-            continue
-        names = _names_of(known, [model])
-        check = _check("fsdp", names, group)
+        check = _check(f"fsdp.{number}.{len(parameters)}", group)
         if check is not None:
-            yield _Replicas(names, check)
+            yield _Replicas(_names_of(parameters, [model]), check)
 
 
-def _say_that_nothing_is_compared(optimizer: Optimizer) -> None:
-    warn_user(
-        f"HVDLITE_CHECK_WEIGHTS compares nothing of {type(optimizer).__name__}: its parameters are "
-        "divided among all ranks, and no two ranks have the same part"
-    )
+def _is_divided(each: _Fsdp1Model) -> bool:
+    shards: int = each.model.process_group.size()
+    return shards > 1 and each.model.sharding_strategy.name != "NO_SHARD"
 
 
 def _names_of(parameters: Sequence[Any], objects: Sequence[Any]) -> dict[torch.Tensor, str]:
-    """Return names in the models that have the parameters, or else their numbers."""
+    """Return names in the models that have the parameters, with numbers where there is none alone.
+
+    The names are for people: they depend on which modules a rank has.
+    """
     modules = [each for each in objects if issubclass(type(each), torch.nn.Module)]
     inner = {id(each) for module in modules for each in vars(module).get("_modules", {}).values()}
-    found = {
-        id(parameter): name.replace(_FSDP1_PREFIX, "")
-        for module in modules
-        if id(module) not in inner and "_parameters" in vars(module)
-        for name, parameter in module.named_parameters()
-    }
-    return {each: found.get(id(each), f"{number}") for number, each in enumerate(parameters)}
+    found: dict[int, str] = {}
+    for module in modules:
+        if id(module) in inner or "_parameters" not in vars(module):
+            continue
+        for name, parameter in module.named_parameters():
+            own = name.replace(_FSDP1_PREFIX, "")
+            found[id(parameter)] = min(own, found.get(id(parameter), own))
+    times = Counter(found.get(id(each), "") for each in parameters)
+    names = {}
+    for number, parameter in enumerate(parameters):
+        name = found.get(id(parameter), "")
+        names[parameter] = name if name and times[name] == 1 else f"{number}.{name}".rstrip(".")
+    return names
 
 
-def _check(kind: str, names: dict[torch.Tensor, str], group: Any) -> WeightsCheck | None:
+def _check(label: str, group: Any) -> WeightsCheck | None:
     caller = getattr(group, "_caller", None)  # Another backend has none.
-    if caller is None:
-        return None
-    return check_by_setting(f"{kind}.{min(names.values())}.{len(names)}", caller.process_set)
+    return None if caller is None else check_by_setting(label, caller.process_set)
 
 
 def _models_of(parameters: Sequence[Any], objects: Sequence[Any]) -> list[_Replicas]:
@@ -197,7 +235,9 @@ def _models_of(parameters: Sequence[Any], objects: Sequence[Any]) -> list[_Repli
             for name, parameter in model.module.named_parameters()
             if id(parameter) in places and name not in model.parameters_to_ignore
         }
-        check = _check("ddp", names, model.process_group) if names else None
+        if not names:
+            continue
+        check = _check(f"ddp.{min(names.values())}.{len(names)}", model.process_group)
         if check is not None:
             found[min(places[id(parameter)] for parameter in names)] = _Model(model, names, check)
     return [model for _, model in sorted(found.items())]
