@@ -54,7 +54,7 @@ class _DistributedMixin(tf.GradientTape):
         flat = tf.nest.flatten(sources)
         names = [f"grad_{index}" for index in range(len(flat))] if use_generic_names else None
         # Those that the step before has made: a tape knows no optimizer.
-        VariablesCheck(self._reducer, compare_variables).step(flat)
+        VariablesCheck(self._reducer, compare_variables, of_tape=True).step(flat)
         reduced = self._reducer.reduce(tf.nest.flatten(gradients), flat, names)
         return tf.nest.pack_sequence_as(sources, reduced)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdlite.common.gradients.weights_check import WeightsCheck
 from hvdlite.common.plain.comparison import of_array
 from hvdlite.common.runtime.current import finder, use
+from hvdlite.tf.variables import plain
 
 
 def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]) -> Any:
@@ -28,6 +29,11 @@ def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequ
         )
         return None
     runtime = finder()
+    # One that is no resource converts to what was read when the graph's run began.
+    reads = [
+        variable.read_value() if variable.dtype != variable.dtype.base_dtype else variable
+        for variable in map(plain, variables)
+    ]
 
     def is_due() -> bool:
         with use(runtime()):
@@ -39,7 +45,7 @@ def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequ
             check.compare(of_array(name, value.numpy()) for name, value in pairs)
 
     def compared() -> tf.Tensor:
-        values = [tf.convert_to_tensor(variable) for variable in variables]
+        values = [tf.convert_to_tensor(read) for read in reads]
         with tf.control_dependencies([tf.py_function(compare, values, [])]):
             return tf.constant(0)
 

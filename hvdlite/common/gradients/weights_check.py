@@ -74,9 +74,13 @@ class WeightsCheck:
 
 def check_by_setting(label: str, process_set: ProcessSet, first: int = 1) -> WeightsCheck | None:
     """Return a check where the settings ask for one."""
-    runtime = find()
-    every = 0 if runtime is None else runtime.config.check_weights
+    every = _steps_by_setting()
     return WeightsCheck(label, process_set, every, first) if every else None
+
+
+def _steps_by_setting() -> int:
+    runtime = find()
+    return 0 if runtime is None else runtime.config.check_weights
 
 
 class CompareVariables(Protocol):
@@ -95,10 +99,15 @@ class VariablesCheck:
 
     Local variables are each rank's own, and so is all state where there are some. The first check
     is that of the second step: variables may be made, and broadcast, only after the first batch.
+
+    A tape lives for one step, and the next one over its variables goes on counting. Before the
+    broadcast there may be several, so their first check is that of the first N steps, or later.
     """
 
-    def __init__(self, reducer: Reducer, compare: CompareVariables) -> None:
-        self._reducer, self._compare = reducer, compare
+    def __init__(
+        self, reducer: Reducer, compare: CompareVariables, *, of_tape: bool = False
+    ) -> None:
+        self._reducer, self._compare, self._of_tape = reducer, compare, of_tape
         self._check: WeightsCheck | None = None
         self._began = False  # Settings are read in the first step.
 
@@ -108,6 +117,8 @@ class VariablesCheck:
         Returns an operation that does it, in a graph; None where nothing is to be done. Raises as
         `WeightsCheck.compare`.
         """
+        if not self._began and not _steps_by_setting():
+            return None  # Before anything is listed: a tape is made for each step.
         reducer = self._reducer
         if not reducer.reduction.active or (self._began and self._check is None):
             return None
@@ -131,21 +142,25 @@ class VariablesCheck:
         reducer = self._reducer
         names = reducer.sources.names_of(reducer.prefix, shared)
         label = f"{len(names)}.{names[0] if names else reducer.prefix}"
-        check = check_by_setting(label, reducer.reduction.process_set, first=2)
+        process_set, every = reducer.reduction.process_set, _steps_by_setting()
+        if not self._of_tape or not every:
+            return check_by_setting(label, process_set, first=2)
+        # The first multiple of N after the second step.
+        check = check_by_setting(label, process_set, first=every * (2 // every + 1))
         if check is None or not shared:
             return check
-        return _lasting(reducer.sources.plain(shared[0]), label, check)
+        return _lasting(reducer.sources.plain(shared[0]), (label, process_set), check)
 
 
-# By the id of a variable: what is known of it as long as it lives, by labels. A tape lives for one
-# step, and others count the steps of its variables, too. Variables are no keys of a dict, and their
-# attributes would be saved with them.
-_known: dict[int, tuple[ref[Any], dict[str, WeightsCheck]]] = {}
+Use = tuple[str, ProcessSet]  # A label, and among which ranks.
+# By the id of a variable: what is known of it as long as it lives. Variables are no keys of a dict,
+# and their attributes would be saved with them.
+_known: dict[int, tuple[ref[Any], dict[Use, WeightsCheck]]] = {}
 
 
-def _lasting(variable: Any, label: str, check: WeightsCheck) -> WeightsCheck:
-    """Return the check of this label for a variable, which is `check` at the first call."""
+def _lasting(variable: Any, use: Use, check: WeightsCheck) -> WeightsCheck:
+    """Return the check of this use of a variable, which is `check` at the first call."""
     key = id(variable)
     if key not in _known:
         _known[key] = ref(variable, lambda _: _known.pop(key, None)), {}
-    return _known[key][1].setdefault(label, check)
+    return _known[key][1].setdefault(use, check)

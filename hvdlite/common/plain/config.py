@@ -153,7 +153,8 @@ class CollectiveSettings:
     check_weights: int = setting(
         0, "CHECK_WEIGHTS", number(int, 0, "steps"),
         "Compare the weights and the optimizer state of all ranks bit by bit, after the first step "
-        "(the second in TensorFlow and Keras), and then every so many: what differs is an error "
+        "(the second of an optimizer of TensorFlow or Keras), and then every so many (of a tape "
+        "only these): what differs is an error "
         "that names it (see troubleshooting.md); 0 is never.",
         flag="--check-weights", yaml="weights_check.steps", alias=False,
     )  # fmt: skip
