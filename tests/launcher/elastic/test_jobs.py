@@ -6,26 +6,60 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.top.connection import JobConnection, find_jobs
 from tests.launcher.elastic.jobs import Watch, elastic, kill
 from tests.launcher.jobs import MARK, launch, processes, start
 
 pytestmark = pytest.mark.timeout(120)
 
 
+@contextmanager
+def viewer(launcher: int) -> Iterator[JobConnection]:
+    """One who looks at the job of a launcher."""
+    loop = EventLoop()
+    (path,) = [path for path in find_jobs()[0] if path.endswith(f"/{launcher}.sock")]
+    connection = JobConnection(loop, path)
+    try:
+        yield connection
+    finally:
+        connection.close()
+        loop.close()
+
+
+def heard_of(connection: JobConnection, ranks: int, since: float) -> dict[str, Any]:
+    """Return the job as soon as all its ranks were heard of since then, and no other one."""
+    end = time.monotonic() + 30
+    while True:
+        job = connection.ask_now(["look"])
+        late = [row["rank"] for row in job["ranks"] if row["age"] > job["at"] - since]
+        if [row["rank"] for row in job["ranks"]] == list(range(ranks)) and not late:
+            return job
+        assert time.monotonic() < end, job
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int) -> None:
     with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
         first = job.watch.world(2)
-        kill(first[rank])
-        (alone,) = job.watch.world(1)
-        assert alone.pid == first[1 - rank].pid
-        again = job.watch.world(2, epoch=alone.epoch + 1)
-        assert again[0].pid == alone.pid and again[0].step >= alone.step
-        assert again[1].step == again[0].step
+        with viewer(job.watch.process.pid) as connection:
+            heard_of(connection, 2, time.time())
+            kill(first[rank])
+            (alone,) = job.watch.world(1)
+            assert alone.pid == first[1 - rank].pid
+            again = job.watch.world(2, epoch=alone.epoch + 1)
+            assert again[0].pid == alone.pid and again[0].step >= alone.step
+            assert again[1].step == again[0].step
+            kinds = [event["kind"] for event in heard_of(connection, 2, time.time())["events"]]
+            assert kinds.count("failure") == 1 and kinds.count("world") >= 2
         assert job.end() == 0
     assert any("killed by SIGKILL" in line for line in job.watch.err)
     assert sum("done rank" in line for line in job.watch.out) == 2

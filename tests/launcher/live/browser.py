@@ -67,6 +67,12 @@ class Browser:
         command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": sizes}
         self._post("/goog/cdp/execute", command)
 
+    def prefer(self, scheme: str) -> None:
+        """Let the reader prefer ``"dark"`` or ``"light"``."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": [feature]}}
+        self._post("/goog/cdp/execute", command)
+
     def complaints(self) -> list[str]:
         """Return what the browser has complained of since the last call."""
         return [entry["message"] for entry in self._post("/se/log", {"type": "browser"})]

@@ -85,6 +85,7 @@ def test_the_page(tmp_path: Path) -> None:
             window.wait("document.querySelectorAll('#ranks tbody tr').length == 4")
             look_at(window)
             use_keys(window)
+            switch_colors(window)
             served.go_on()
             window.run("ask()")
             window.wait("document.getElementById('facts').textContent.includes('90 of 700')")
@@ -106,6 +107,17 @@ def test_the_page(tmp_path: Path) -> None:
         use_keys(window)
         assert window.run(f"return {STATE}").endswith(": rank 1 failed")
         assert window.complaints() == []
+
+
+def switch_colors(window: Browser) -> None:
+    """What is written can be read by day and by night."""
+    color = "return getComputedStyle(document.body)"
+    for scheme, page in (("dark", "rgb(20, 24, 30)"), ("light", "rgb(255, 255, 255)")):
+        window.prefer(scheme)
+        text = window.run(f"{color}.color")
+        light = sum(map(int, text[4:-1].split(","))) > 380
+        assert window.run(f"{color}.backgroundColor") == page
+        assert light == (scheme == "dark"), text
 
 
 def look_at(window: Browser) -> None:

@@ -80,6 +80,9 @@ def test_a_stall_is_counted(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     words = ("-np", "2", "--stall-check-warning-time-seconds", "0.3", "--launcher", "ssh")
     check(words, tmp_path, "late", wanted=r'hvdlite_events_total\{kind="stall"\} [1-9]')
+    (data,) = re.findall(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text())
+    stalls = [event["text"] for event in json.loads(data)["events"] if event["kind"] == "stall"]
+    assert any("done" in text for text in stalls), "the tensor that rank 1 is late with"
 
 
 def test_the_numbers_of_an_elastic_job(tmp_path: Path) -> None:
