@@ -12,6 +12,7 @@ import torch
 import hvdlite.numpy as numpy_hvd
 import hvdlite.torch as hvd
 from tests.ranks import run_ranks
+from tests.torch.sharded_training import Counting
 
 pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
 
@@ -38,6 +39,7 @@ OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, 1e-2),
     "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
     "adamw, lr as a tensor": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), amsgrad=True),
+    "counts in state": lambda p: Counting(p, 1e-2, "state"),
 }
 
 

@@ -183,6 +183,32 @@ def test_optimizers_that_look_beyond_an_element_are_refused(make: Make, words: s
     run_ranks(2, main)
 
 
+class Noting(torch.optim.SGD):
+    """Counts its steps in a tensor of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.made = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.made += 1
+        return super().step(closure)
+
+
+def test_the_steps_of_the_check_are_not_counted() -> None:
+    models = [network() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        optimizer: Any = Noting(models[rank].parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+        assert optimizer.made == 0
+        train(rank, models[rank], optimizer)
+        assert optimizer.made == STEPS
+
+    run_ranks(2, main)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from hvdlite.torch.sharding.collectives import MeshCollectives
 from tests.torch.sharded_ranks import check_against_one_process, run_sharded
 
 
@@ -85,3 +89,21 @@ def test_experts(ranks: int) -> None:
     given = {f"experts.{i}": ((1, 1, 1), (1, ranks)) for i in range(2)}
     given["experts.2"] = ((1, 1, ranks), (ranks, 1))
     check_against_one_process(Experts(2 * ranks), [torch.randn(ranks, 4, 2 * ranks)], given, ranks)
+
+
+def test_groups_that_were_destroyed_are_not_kept() -> None:
+    """The collectives of a part find the groups of the next default group, and hold none."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    collectives = None
+    for _ in range(2):
+        dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=3)
+        try:
+            collectives = collectives or MeshCollectives()
+            groups = [collectives._group(members) for members in ((0, 1, 2), (0, 1))]
+            assert groups[0] is dist.group.WORLD and groups[1] is collectives._group((0, 1))
+            known = [weakref.ref(each) for each in groups]
+            del groups
+        finally:
+            dist.destroy_process_group()
+        gc.collect()
+        assert [each() for each in known] == [None, None]

@@ -156,8 +156,11 @@ def optimizer_state(
         for number, parameter in zip(numbers, parameters, strict=True)
     }
     state = {names[number]: dict(packed["state"].get(number, {})) for number in numbers}
+    # What belongs to no parameter: a count of all steps, mostly.
+    others = {key: value for key, value in packed["state"].items() if key not in names}
     if context.manifest is not None:
         _complete(state, dict(zip(names.values(), parameters, strict=True)), context)
+        _complete_others(others, context)
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in packed["param_groups"]
@@ -168,7 +171,10 @@ def optimizer_state(
         for key in entries
         if name in known.values()
     }
-    tree = {"state": {name: each for name, each in state.items() if each}, "param_groups": groups}
+    of_parameters = {name: each for name, each in state.items() if each}
+    tree: dict[str, Any] = {"state": of_parameters, "param_groups": groups}
+    if others:
+        tree["others"] = others
 
     def install(loaded: dict[str, Any]) -> None:
         if len(loaded["param_groups"]) != len(packed["param_groups"]):
@@ -178,7 +184,7 @@ def optimizer_state(
             )
         restored = {
             number: loaded["state"][n] for number, n in names.items() if n in loaded["state"]
-        }
+        } | loaded.get("others", {})
         own = [
             {**group, **new}
             for group, new in zip(packed["param_groups"], loaded["param_groups"], strict=True)
@@ -224,6 +230,24 @@ def _complete(
                 if record is None
                 else _new(record, parameters[name], manifest.tensors.get(name))
             )
+
+
+def _complete_others(others: dict[Any, Any], context: Context) -> None:
+    """Add what the checkpoint has beside the state of parameters, and the optimizer not yet."""
+    manifest = context.manifest
+    assert manifest is not None
+    prefix = f"{context.prefix}others."
+    for name in (each for each in manifest.names if each.startswith(prefix)):
+        *path, key = name.removeprefix(prefix).split(".")
+        held = others
+        for each in path:
+            held = held.setdefault(each, {})
+        record = manifest.tensors.get(name)
+        if key not in held:
+            empty = (
+                None if record is None else torch.zeros(record.shape, dtype=_DTYPES[record.dtype])
+            )
+            held[key] = empty
 
 
 def _new(record: Record, parameter: torch.Tensor, of_parameter: Record | None) -> torch.Tensor:

@@ -6,8 +6,9 @@ parameters, or at several elements at once would make another step there, withou
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ _KNOWN = {
     "adammini": "blocks of a parameter",
     "adam_mini": "blocks of a parameter",
 }
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_DOUBLE = ("param_groups", "state", *_HOOKS)
 _STEPS = 3
 _SHAPES = ((3, 4), (5,), (2, 2, 2))
 _EXPLANATION = (
@@ -98,11 +101,21 @@ def _train(
     if not group.get("lr", 1):
         groups[0]["lr"] = 0.1  # as at the start of a warm-up, where no step shows anything
     state: Any = defaultdict(dict)
+    trial: Any = object.__new__(wrapped)  # What the steps count is not for the user's optimizer.
+    trial.__dict__.update({name: _copy(value) for name, value in vars(optimizer).items()})
+    trial.__dict__["param_groups"] = groups
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
-        step_over(optimizer, wrapped, groups, state)
+        take_over(trial, step_over(trial, wrapped, groups, state))
     return [parameter.detach() for parameter in parameters]
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of an attribute in which an optimizer may count; of all else the thing."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.copy(value) if type(value) in (dict, list, set) else value
 
 
 @torch.no_grad()
@@ -117,6 +130,8 @@ def step_over(
     double.__dict__.update(vars(optimizer))
     double.__dict__["param_groups"] = groups
     double.__dict__["state"] = state
+    # A step that calls the one of its base class would find them there.
+    double.__dict__.update({name: OrderedDict() for name in _HOOKS})
     inspect.unwrap(wrapped.step)(double)  # type: ignore[attr-defined]
     return double
 
@@ -128,7 +143,7 @@ def take_over(optimizer: torch.optim.Optimizer, double: Any) -> None:
     """
     own = vars(optimizer)
     for name, value in vars(double).items():
-        if name not in ("param_groups", "state") and own.get(name, own) is not value:
+        if name not in _OF_DOUBLE and own.get(name, own) is not value:
             own[name] = value
     for group, stepped in zip(optimizer.param_groups, double.param_groups, strict=True):
         group.update({name: value for name, value in stepped.items() if name != "params"})
