@@ -46,6 +46,13 @@ def heard_of(connection: JobConnection, ranks: int, since: float) -> dict[str, A
         time.sleep(0.02)
 
 
+def folder_of(worker: int) -> Path:
+    """Return the folder of the agent of a worker."""
+    variables = Path(f"/proc/{worker}/environ").read_text().split("\0")
+    (events,) = [each for each in variables if each.startswith("HVDLITE_LAUNCHER_EVENTS=")]
+    return Path(events.split(" ", 2)[2]).parent
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int) -> None:
     with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
@@ -60,6 +67,8 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int) -> None:
             assert again[1].step == again[0].step
             kinds = [event["kind"] for event in heard_of(connection, 2, time.time())["events"]]
             assert kinds.count("failure") == 1 and kinds.count("world") >= 2
+        pipes = {path.name for path in folder_of(again[0].pid).glob("orders.*")}
+        assert pipes == {f"orders.{place.number}" for place in again}, "none of the dead one"
         assert job.end() == 0
     assert any("killed by SIGKILL" in line for line in job.watch.err)
     assert sum("done rank" in line for line in job.watch.out) == 2
