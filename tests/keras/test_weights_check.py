@@ -103,24 +103,6 @@ def test_ranks_that_begin_with_other_weights() -> None:
     assert "at step 2: " in text and "BroadcastGlobalVariablesCallback" in text
 
 
-def test_a_model_that_is_compiled_again_counts_anew() -> None:
-    """Four steps, and four more that begin with other weights until the first batch has ended."""
-    models = [make_model() for _ in range(SIZE)]
-    alike = models[0].get_weights()
-
-    def main(rank: int) -> None:
-        model = models[rank]
-        for _ in range(2):
-            model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", run_eagerly=True)
-            model.set_weights([each + rank for each in alike])
-            for batch in range(4):
-                model.train_on_batch(INPUTS[:2], TARGETS[:2])
-                if batch == 0:
-                    model.set_weights(alike)  # As a broadcast does.
-
-    run_ranks(SIZE, main, config=Config(check_weights=EVERY))
-
-
 def test_layers_of_one_rank_are_not_compared() -> None:
     models = [make_model() for _ in range(SIZE)]
 

@@ -118,6 +118,26 @@ def test_tapes_of_several_process_sets() -> None:
     assert "at step 3: ranks 0, 1, 2 and 3 differ" in told(main, size=4)
 
 
+@pytest.mark.parametrize("of_tape", [False, True])
+def test_an_optimizer_counts_anew_over_old_variables(of_tape: bool) -> None:
+    """As of a Keras model that is compiled again, before the broadcast; tapes go on counting."""
+    variables = [tf.Variable([1.0]) for _ in range(SIZE)]
+
+    def main(rank: int) -> list[bool]:
+        reducer = hvd.DistributedGradientTape(tf.GradientTape())._reducer
+        due: list[bool] = []
+        for _ in range(2):
+            check = VariablesCheck(
+                reducer, lambda each, *_: due.append(each.is_due()), of_tape=of_tape
+            )
+            check.step([variables[rank]])
+            check.step([variables[rank]])
+        return due
+
+    expected = [False, False, True, False] if of_tape else [False, True, False, True]
+    assert run_ranks(SIZE, main, config=CHECKED) == [expected] * SIZE
+
+
 def test_nothing_is_listed_without_the_setting() -> None:
     class Untouched:
         def __getattr__(self, name: str) -> Any:
