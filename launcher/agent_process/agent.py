@@ -60,6 +60,7 @@ from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
 from hvdlite.launcher.processes import rank_orders
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.signals import SignalInbox
+from hvdlite.launcher.questions import runtime_folder
 
 TOLD_SECONDS = 2.0  # From SIGTERM to SIGKILL, when the agent itself was told to end.
 LOOK_SECONDS = 1.0
@@ -119,6 +120,7 @@ class Agent:
         finally:
             self._signal_all(signal.SIGKILL)
             self.folder.remove()
+            runtime_folder.tidy()
 
     def _look(self, now: float) -> None:
         if self._counted and now >= self._tell_at:

@@ -112,6 +112,15 @@ def remove_stale(folder: str) -> list[str]:
     return living
 
 
+def tidy() -> None:
+    """Remove what a launcher that was killed has left on this host."""
+    for folder in folders():
+        with contextlib.suppress(OSError, ConfigError):
+            check_folder(folder)
+            if not remove_stale(folder):
+                os.rmdir(folder)
+
+
 def _lives(path: str) -> bool:
     """Return whether somebody listens at a socket, which is removed otherwise."""
     try:
