@@ -19,6 +19,7 @@ MOST_EVENTS = 20
 LONGEST_EVENT = 300
 # Since the last step of a rank; after that it counts as standing still.
 STILL_SECONDS, STILL_STEPS = 5.0, 5
+PAUSE_SECONDS = 2.0  # Without a step: nobody makes the others wait a part of one.
 SILENT_SECONDS = 5.0  # A rank sends each second.
 
 WORLD, STALL, FAILURE, STRAGGLER = KINDS = ("world", "stall", "failure", "straggler")
@@ -97,8 +98,14 @@ class RankView:
         steps, seconds = changes.get("steps_total", 0.0), changes.get("step_seconds_total", 0.0)
         if steps <= 0 or seconds <= 0:
             return 0.0
-        still = now - self._stepped_at > max(STILL_SECONDS, STILL_STEPS * seconds / steps)
-        return 0.0 if still else steps / seconds
+        return 0.0 if self.is_still(now) else steps / seconds
+
+    def is_still(self, now: float, least: float = STILL_SECONDS) -> bool:
+        """Return whether it has made steps, and makes none any more."""
+        changes = self.changes()
+        steps, seconds = changes.get("steps_total", 0.0), changes.get("step_seconds_total", 0.0)
+        longest = max(least, STILL_STEPS * seconds / steps if steps > 0 else 0.0)
+        return _steps(self._moments[-1]) > 0 and now - self._stepped_at > longest
 
 
 def _steps(moment: Moment) -> float:
@@ -143,9 +150,14 @@ class JobView:
         self.events.append(Event(now, kind, " ".join(text.split())[:LONGEST_EVENT]))
 
     def paces(self, now: float) -> list[Pace]:
-        """Return how the ranks have spent their last seconds; none while one is not heard of."""
+        """Return how the ranks have spent their last seconds.
+
+        None while one is not heard of, or makes no steps any more: they may wait for ever.
+        """
         ranks = self.in_order()
-        if any(rank.age(now) > SILENT_SECONDS for rank in ranks):
+        if any(
+            rank.age(now) > SILENT_SECONDS or rank.is_still(now, PAUSE_SECONDS) for rank in ranks
+        ):
             return []
         return [
             Pace(each.rank, each.host, each.seconds, each.changes(), each.lately())

@@ -107,7 +107,7 @@ def find(paces: Sequence[Pace]) -> Straggler | None:
     slow, rest = _split(paces, by_step)
     lost = _more(rest, slow, "peers_waited_seconds_total")
     link = _slow_link(every, whole) if by_step else None
-    if lost < max(LEAST_SHARE * whole, LEAST_SECONDS):
+    if not max(LEAST_SHARE * whole, LEAST_SECONDS) <= lost <= whole:  # More is no part of steps.
         return link
     cause, why = _cause(slow, rest, lost) if by_step else (UNKNOWN, "steps are not counted")
     if cause == UNKNOWN and link is not None:
@@ -201,7 +201,7 @@ def _reason(slow: Group, rest: Group, lost: float) -> tuple[str, str] | None:
         )
     garbage = _more(slow, rest, "gc_seconds_total")
     if garbage >= lost / 2:
-        return GARBAGE, f"Python's garbage collection takes {spell(garbage)} of it"
+        return GARBAGE, f"Python's garbage collection takes {spell(min(garbage, lost))} of it"
     usual = rest.each("compute_seconds_total")
     rows, fewer = slow.each("samples_total"), rest.each("samples_total")
     if rows >= 1.05 * fewer > 0 and usual * (rows / fewer - 1) >= lost / 2:

@@ -40,6 +40,17 @@ def test_what_does_not_grow_only_is_a_mean_of_the_last_seconds() -> None:
     assert "steps_total" not in pace.values
 
 
+def test_who_stands_still_makes_nobody_wait_a_step() -> None:
+    """Ranks that wait for ever, as rank 0 alone calls a collective, have no paces."""
+    job = JobView()
+    for second in range(30):
+        steps = 10 * min(second, 10)
+        for rank in range(2):
+            values = {"steps_total": steps, "step_seconds_total": steps / 10}
+            job.take("a", rank, line(rank, **values), 1.0 * second)
+        assert len(job.paces(second + 0.5)) == (2 if second < 12 else 0), second
+
+
 def test_slow_steps_are_counted_over_a_longer_time() -> None:
     job = JobView()
     for second in range(121):  # A step takes 20 s.

@@ -86,7 +86,7 @@ def test_questions() -> None:
     press(one, "tq\x1b")
     assert not quits
     press(one, "t" + "x" * 5000 + "\r")
-    ((_, name),) = asked.requests[3:]
+    ((_, name),) = asked.requests[4:]
     assert len(name) == LONGEST_NAME, "a longer request would not be read"
     press(one, "\x1b")
     assert (one.panel, quits) == ([], [])

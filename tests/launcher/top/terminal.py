@@ -10,7 +10,7 @@ import subprocess
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tests.launcher.live.test_table import CODES
 from tests.parallel.jobs import environment
@@ -44,6 +44,16 @@ class Terminal:
             assert time.monotonic() < end, plain[-3000:]
             if select.select([self.ours], [], [], 1.0)[0]:
                 self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
+
+    def wait(self, seconds: float = 20.0) -> int:
+        """Return the exit code of the program, which waits while nobody reads what it draws."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < end, CODES.sub("", self.text)[-3000:]
+            if select.select([self.ours], [], [], 0.1)[0]:
+                with suppress(OSError):  # It has ended.
+                    self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
+        return self.process.returncode
 
     def is_usual(self) -> bool:
         return termios.tcgetattr(self.theirs)[3] == self.usual[3]

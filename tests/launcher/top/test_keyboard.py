@@ -12,4 +12,4 @@ def test_foreground_and_background() -> None:
     """See shell.py."""
     with terminal([sys.executable, shell.__file__]) as screen:
         text = screen.wait_for("all is well|Error.*")
-        assert screen.process.wait(20) == 0, text
+        assert screen.wait() == 0, text

@@ -69,7 +69,7 @@ def test_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with terminal([*TOP, "--job", pid], XDG_RUNTIME_DIR=str(runtime)) as screen:
             check_keys(screen)
             screen.press("q")
-            assert screen.process.wait(20) == 0
+            assert screen.wait() == 0
             assert screen.is_usual()
         done = top(runtime, "--job", "999999999", "--once")
         assert (done.returncode, "there is none" in done.stderr) == (2, True)
@@ -78,7 +78,7 @@ def test_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             screen.wait_for("2 ranks")
             end.touch()
             screen.wait_for("the job of process [0-9]+ has ended")
-            assert screen.process.wait(20) == 0
+            assert screen.wait() == 0
             assert screen.is_usual()
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (0, "", ""), "nobody who looks leaves a trace"
@@ -157,7 +157,7 @@ deadlock()
         screen.press("s")
         screen.wait_for(r"main thread of rank 0:\s+File \"<string>\"[^|]* in deadlock")
         screen.process.send_signal(2)
-        screen.process.wait(20)
+        screen.wait()
         assert screen.is_usual(), "also after Ctrl-C"
 
 
