@@ -94,18 +94,20 @@ class RankView:
 
     def steps_a_second(self, now: float) -> float:
         """Return its speed; 0 where it stands still, or counts no steps."""
-        changes = self.changes()
-        steps, seconds = changes.get("steps_total", 0.0), changes.get("step_seconds_total", 0.0)
+        steps, seconds = self._grown("steps_total"), self._grown("step_seconds_total")
         if steps <= 0 or seconds <= 0:
             return 0.0
         return 0.0 if self.is_still(now) else steps / seconds
 
     def is_still(self, now: float, least: float = STILL_SECONDS) -> bool:
         """Return whether it has made steps, and makes none any more."""
-        changes = self.changes()
-        steps, seconds = changes.get("steps_total", 0.0), changes.get("step_seconds_total", 0.0)
+        steps, seconds = self._grown("steps_total"), self._grown("step_seconds_total")
         longest = max(least, STILL_STEPS * seconds / steps if steps > 0 else 0.0)
         return _steps(self._moments[-1]) > 0 and now - self._stepped_at > longest
+
+    def _grown(self, name: str) -> float:
+        """Return by how much one number has grown of late, as `changes` does for all of them."""
+        return self.values.get(name, 0.0) - self._moments[0].values.get(name, 0.0)
 
 
 def _steps(moment: Moment) -> float:
