@@ -22,18 +22,29 @@ from hvdlite.tf.calls.collective_call import ADAPTER, Started
 
 
 @dataclass
-class BucketCall:
+class _GradientCall:
+    """A call whose outputs are its inputs, reduced."""
+
+    inputs: Sequence[tf.Tensor]
+    names: Sequence[str]
+    collective = "allreduce"
+    in_order = False
+
+    @property
+    def outputs(self) -> list[tf.TensorSpec]:
+        """The dtypes and shapes of the gradients."""
+        return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.inputs]
+
+
+@dataclass
+class BucketCall(_GradientCall):
     """The allreduce of gradients, each under its own name, or all as one group."""
 
-    tensors: Sequence[tf.Tensor]
-    names: Sequence[str]
     options: CallOptions
     runtime: Callable[[], Runtime] = field(default_factory=finder)
     # Whether nothing else is reduced together with it.
     alone = False
-    collective = "allreduce"
     in_place = True
-    in_order = False
 
     @property
     def process_set(self) -> ProcessSet:
@@ -41,14 +52,9 @@ class BucketCall:
         return self.options.process_set
 
     @property
-    def inputs(self) -> Sequence[tf.Tensor]:
-        """The gradients."""
-        return self.tensors
-
-    @property
-    def outputs(self) -> list[tf.TensorSpec]:
-        """The dtypes and shapes of the gradients."""
-        return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors]
+    def tensors(self) -> Sequence[tf.Tensor]:
+        """Those that may stay on a device: all."""
+        return self.inputs
 
     def start(
         self,
@@ -87,28 +93,19 @@ def aligned_copies(arrays: Sequence[Array]) -> list[Array]:
 
 
 @dataclass
-class CompressedCall:
+class CompressedCall(_GradientCall):
     """The exchange of a bucket of gradients."""
 
-    inputs: Sequence[tf.Tensor]
-    names: Sequence[str]
     exchange: BackgroundExchange
     first: tuple[str, tuple[int, ...], str]
     runtime: Callable[[], Runtime] = field(default_factory=finder)
-    collective = "allreduce"
     tensors: Sequence[tf.Tensor] = ()  # None that could stay on a device: they are compressed.
     in_place = False
-    in_order = False
 
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that take part."""
         return self.exchange.state.process_set
-
-    @property
-    def outputs(self) -> list[tf.TensorSpec]:
-        """The dtypes and shapes of the gradients."""
-        return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.inputs]
 
     def start(
         self,
