@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from hvdlite.common.layouts.exchange import coarsest_mesh
+from hvdlite.torch.sharding.distribution import layout_of_placements
 from hvdlite.torch.sharding.lowering import Lowering
 from hvdlite.torch.sharding.meshes import nearest_placements
 from hvdlite.torch.sharding.plans import Plan, plan
-from hvdlite.torch.sharding.running import layout_of_placements
 from hvdlite.torch.sharding.shares import share_layout
 
 LIMIT_SECONDS = 60

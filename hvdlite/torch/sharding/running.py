@@ -21,18 +21,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.exchange import coarsest_mesh
-from hvdlite.common.layouts.layout import Layout, from_cuts, from_placements, whole
+from hvdlite.common.layouts.layout import Layout, from_cuts
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.common.layouts.propagation import check_search
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.registration import init_process_group
 from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.collectives import MeshCollectives
-from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor, local_tensors
+from hvdlite.torch.sharding.distribution import distribute, held_layout
+from hvdlite.torch.sharding.dtensor import DTensor, local_tensors
 from hvdlite.torch.sharding.loading import cut_what_is_loaded
 from hvdlite.torch.sharding.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
-from hvdlite.torch.sharding.meshes import nearest_placements
 from hvdlite.torch.sharding.plans import Plan, named_tensors, plan, refuse_keras
 from hvdlite.torch.sharding.record import is_ref
 from hvdlite.torch.sharding.shares import check_shares, gathered, whole_batch
@@ -303,7 +303,7 @@ class _Runner:
         given = [each for each in leaves if isinstance(each, torch.Tensor)]
         lowered = Lowering(
             traced, found.found.operators, found.found.choices,
-            {name: _held(tensor, ranks) for name, tensor in tensors.items()},
+            {name: held_layout(tensor, ranks) for name, tensor in tensors.items()},
             self._collectives, self._device(given),
             [isinstance(each, torch.nn.Parameter) for each in given],
         ).run()  # fmt: skip
@@ -367,44 +367,7 @@ class _Runner:
         use_alltoalls()
         if self._mesh is None:
             self._mesh = make_mesh(coarsest_mesh(list(layouts.values()), ranks))
-        self._distribute(layouts)
-
-    def _distribute(self, layouts: Mapping[str, Layout]) -> None:
-        cut: dict[int, Any] = {}
-        in_checkpoints = self._module.state_dict().keys()
-        for name, (first, tensor) in named_tensors(self._module).items():
-            if name != first:
-                continue
-            where = nearest_placements(layouts[name], self._mesh)
-            if tensor.is_meta:
-                value = self._unfilled(tensor, where)
-                if name not in in_checkpoints and value.numel():
-                    local = value._local_tensor
-                    self._unfilled_buffers[name] = local, local._version
-            else:
-                value = distribute_tensor(tensor.detach(), self._mesh, where)
-            cut[id(tensor)] = value
-            if isinstance(tensor, torch.nn.Parameter):
-                parameter = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
-                cut[id(tensor)] = parameter
-        for submodule in self._module.modules():
-            tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
-            for table in tables:
-                table.update(
-                    {name: cut[id(each)] for name, each in table.items() if id(each) in cut}
-                )
-
-    def _unfilled(self, tensor: torch.Tensor, placements: Sequence[Any]) -> Any:
-        """Return a DTensor in place of one without memory: NaN, or 0, until values are loaded."""
-        local = list(tensor.shape)
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                local[placement.dim] //= self._mesh.size(axis)
-        device, value = self._mesh.device_type, float("nan") if tensor.is_floating_point() else 0
-        return DTensor.from_local(
-            torch.full(local, value, dtype=tensor.dtype, device=device), self._mesh, placements,
-            run_check=False, shape=tensor.shape, stride=tensor.stride(),
-        )  # fmt: skip
+        self._unfilled_buffers = distribute(self._module, layouts, self._mesh)
 
 
 @dataclass(frozen=True)
@@ -434,20 +397,6 @@ class _Ranks:
     def mesh(self) -> Any:
         """The numbers of its ranks, None for all of the job."""
         return None if self.whole is None else self.whole.mesh
-
-
-def _held(tensor: Any, ranks: int) -> Layout:
-    """Return the layout of a parameter or buffer as it is held."""
-    if not isinstance(tensor, DTensor):
-        return whole(tensor.ndim, ranks)
-    return layout_of_placements(tuple(tensor.device_mesh.shape), tensor.placements, tensor)
-
-
-def layout_of_placements(mesh_shape: Sequence[int], placements: Any, tensor: Any) -> Layout:
-    """Return the layout of a tensor that is placed so, which divides evenly."""
-    dimensions = [each.dim if isinstance(each, Shard) else None for each in placements]
-    held = from_placements(mesh_shape, dimensions, tensor.ndim)
-    return Layout(held.device_matrix, held.tensor_map)
 
 
 @functools.cache
