@@ -8,10 +8,9 @@ from hvdlite.common.plain.setting import Setting
 HEAD = """# Settings
 
 Every setting is an environment variable; most are a flag of `hvdlite-run` and a key of its config
-file (`--config-file`), too. A flag wins over the config file, which wins over the variable. Where
-a `HOROVOD_` variable of the same name exists, it is honoured, and the `HVDLITE_` one wins. A wrong
-value is an error that names the variable, at `init` and, for what the launcher sees, before
-anything starts.
+file (`--config-file`), too. A flag wins over the config file, which wins over the variable. Those
+with a \\* work as `HOROVOD_...`, too; `HVDLITE_...` wins. A wrong value is an error that names the
+variable, before anything starts or at `init`.
 
 | variable | default | flag | config file | meaning |
 |---|---|---|---|---|
@@ -22,7 +21,7 @@ def row(setting: Setting) -> str:
     """One line of the table."""
     flags = ", ".join(f"`{flag}`" for flag in (setting.flag, setting.no_flag) if flag)
     key = f"`{setting.yaml}`" if setting.yaml else ""
-    alias = "" if setting.alias else " (no `HOROVOD_` alias)"
+    alias = " \\*" if setting.alias else ""
     default = "" if setting.default in ("", ()) else f"{setting.default}"
     return f"| `{setting.variable}`{alias} | {default} | {flags} | {key} | {setting.help} |\n"
 
