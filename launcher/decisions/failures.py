@@ -117,6 +117,9 @@ class Cooldowns:
     def excluded(self, host: str, now: float) -> bool:
         return now < self._until.get(host, 0.0)
 
+    def all_excluded(self, now: float) -> set[str]:
+        return {host for host, end in self._until.items() if now < end}
+
     def until(self, host: str) -> float:
         """Return when a host may come back; infinity: never."""
         return self._until.get(host, 0.0)

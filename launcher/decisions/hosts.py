@@ -101,13 +101,12 @@ class Hosts:
 
     def usable(self, now: float) -> dict[str, int]:
         """Return the slots of the hosts on which workers may run, in the order of discovery."""
-        return {
-            host: min(slots, self._limits.get(host, slots))
-            for host, slots in (self.found or {}).items()
-            if not self._leaves_now(host, now)
-            and not self.cooldowns.excluded(host, now)
-            and now >= self.agent(host).retry_at
-        }
+        away = self.cooldowns.all_excluded(now)
+        away |= {host for host, leave in self._leaving.items() if now < leave.until}
+        away |= {host for host, agent in self._agents.items() if now < agent.retry_at}
+        limit = self._limits.get
+        found = (self.found or {}).items()
+        return {host: min(slots, limit(host, slots)) for host, slots in found if host not in away}
 
     def may_return(self, host: str, now: float) -> bool:
         """Return whether the host is usable, or will be after some seconds."""

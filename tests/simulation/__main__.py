@@ -5,6 +5,7 @@ python -m tests.simulation --seed 144 --messages   # with every message
 python -m tests.simulation --seeds 0..10000        # how many, how fast, and which broke
 python -m tests.simulation --world ps --seed 144   # of another kind of job
 python -m tests.simulation --soak seeds.tsv --minutes 60   # of all kinds, where the last one ended
+python -m tests.simulation --soak seeds.tsv --part 0/2     # one of two processes that do that
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ def main() -> int:
     )
     parser.add_argument("--soak", metavar="FILE", type=Path, help="go on with it, and add to it")
     parser.add_argument("--minutes", type=float, default=5.0, help="how long, with --soak")
+    parser.add_argument("--part", metavar="K/N", default="0/1", help="of N that share the file")
     parser.add_argument("--messages", action="store_true", help="show every message")
     options = parser.parse_args()
     if options.soak is not None:
         worlds = [options.world] if options.world else [*KINDS]
-        return soak(options.soak, worlds, 60 * options.minutes)
+        part, parts = map(int, options.part.split("/"))
+        return soak(options.soak, worlds, 60 * options.minutes, part=part, parts=parts)
     world = options.world or "ranks"
     if options.seeds is None:
         return replay(KINDS[world], options.seed, messages=options.messages)

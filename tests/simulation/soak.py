@@ -1,14 +1,17 @@
 """Plays seeds for a given time, and goes on where the last soak of the same file has ended.
 
 The file has a line for each range of seeds: the date, the kind of the jobs, the range, the seeds
-that broke an invariant, and the seconds of CPU. So nights add up to a million.
+that broke an invariant, and the seconds of CPU. So nights add up to a million. Several processes
+may add to one file: each of them plays its part of the ranges.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +19,7 @@ from typing import NamedTuple
 from tests.simulation.shrinking import KINDS, Kind
 
 BATCH = 100  # Seeds of a kind, before another one has its turn.
+COLLECTED = 20  # After so many jobs their memory is freed.
 
 
 class Range(NamedTuple):
@@ -50,26 +54,56 @@ def read(file: Path) -> list[Range]:
 def play(world: str, kind: Kind, seeds: range) -> Range:
     """Play seeds, and tell of those that break an invariant."""
     cpu, broken = time.process_time(), []
-    for seed in seeds:
-        job = kind.play(kind.make(seed))
-        if job.broken is not None:
-            broken.append(seed)
-            print(f"seed {seed} of {world}: {job.broken}", flush=True)
+    with _no_collector():
+        for seed in seeds:
+            job = kind.play(kind.make(seed))
+            if job.broken is not None:
+                broken.append(seed)
+                print(f"seed {seed} of {world}: {job.broken}", flush=True)
+            if not seed % COLLECTED:
+                gc.collect()
     seconds = time.process_time() - cpu
     day = date.today().isoformat()
     return Range(day, world, seeds.start, seeds.stop, tuple(broken), seconds)
 
 
-def soak(file: Path, worlds: Sequence[str], seconds: float, batch: int = BATCH) -> int:
-    """Play the next seeds of each kind, which all have the same share of the CPU time."""
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Let Python look for garbage only when it is asked: a job makes many objects that stay."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def soak(
+    file: Path,
+    worlds: Sequence[str],
+    seconds: float,
+    batch: int = BATCH,
+    part: int = 0,
+    parts: int = 1,
+) -> int:
+    """Play the next seeds of each kind, which all have the same share of the CPU time.
+
+    Of `parts` processes that share a file, this is the one with the number `part`.
+    """
     before = read(file)
-    ends = {world: max((r.end for r in before if r.world == world), default=0) for world in worlds}
+    ends = {}
+    for world in worlds:
+        blocks = [each.first // batch for each in before if each.world == world]
+        own = max((each for each in blocks if each % parts == part), default=part - parts)
+        ends[world] = (own + parts) * batch
     used: Counter[str] = Counter(dict.fromkeys(worlds, 0))  # Milliseconds of CPU.
     until, made = time.monotonic() + seconds, []
     while not made or time.monotonic() < until:
         world = min(worlds, key=used.__getitem__)
         first = ends[world]
-        ends[world] += batch
+        ends[world] += parts * batch
         made.append(play(world, KINDS[world], range(first, first + batch)))
         used[world] += max(1, int(made[-1].seconds * 1000))
         with file.open("a") as lines:

@@ -12,14 +12,16 @@ import itertools
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from hvdlite.common.base.errors import HorovodInternalError
 
 Action = Callable[[], object]
+PAUSES = 1e-6, 5e-6, 2e-5, 1e-4, 2e-3
 READING_SECONDS = 1e-8  # That pass between two looks at the clock.
-STUCK_SECONDS = 100.0  # Of real time, in which a process may hold the baton: a guard for tests.
+STUCK_SECONDS = (
+    60.0  # Twice as long is a limit of real time, in which a process may hold the baton.
+)
 
 
 class KilledError(HorovodInternalError):
@@ -34,11 +36,11 @@ class BrokenError(AssertionError):
         self.law = law
 
 
-@dataclass(order=True)
-class _Event:
-    time: float
-    number: int
-    action: Action = field(compare=False)
+def _taken_lock() -> threading.Lock:
+    """Return a lock that one thread takes when another one has released it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 class World:
@@ -48,8 +50,8 @@ class World:
         self.lot = random.Random(seed)
         self.now = 0.0
         self.trace: list[tuple[float, str, str]] = []
-        self.baton_is_back = threading.Semaphore(0)
-        self._events: list[_Event] = []
+        self.baton_is_back = _taken_lock()
+        self._events: list[tuple[float, int, Action]] = []  # With numbers, so none are equal.
         self._numbers = itertools.count()
         self._processes: list[Process] = []
 
@@ -60,13 +62,17 @@ class World:
 
     def after(self, seconds: float, action: Action) -> None:
         """Let `action` happen in so many seconds."""
-        heapq.heappush(self._events, _Event(self.now + seconds, next(self._numbers), action))
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), action))
 
     def soon(self) -> float:
         """Draw how long a process takes until it goes on: mostly at once, now and then long."""
-        if self.lot.random() < 0.003:
-            return 0.6 * self.lot.random()  # Less than who has lost a peer waits for the reason.
-        return self.lot.choice((1e-6, 5e-6, 2e-5, 1e-4, 2e-3)) * (1 + self.lot.random())
+        lot = self.lot
+        if lot.random() < 0.003:
+            return 0.6 * lot.random()  # Less than who has lost a peer waits for the reason.
+        number = lot.getrandbits(3)
+        while number >= len(PAUSES):
+            number = lot.getrandbits(3)
+        return PAUSES[number] * (1 + lot.random())
 
     def tell(self, who: str, what: str) -> None:
         """Add a line to the trace."""
@@ -74,10 +80,11 @@ class World:
 
     def run(self, until: Callable[[], bool]) -> None:
         """Let events happen until a condition holds, or none is left."""
-        while self._events and not until():
-            event = heapq.heappop(self._events)
-            self.now = max(self.now, event.time)
-            event.action()
+        events, pop = self._events, heapq.heappop
+        while events and not until():
+            time, _, action = pop(events)
+            self.now = max(self.now, time)
+            action()
 
     def process(self, name: str) -> Process:
         """Return a new process, which has not begun."""
@@ -95,6 +102,32 @@ class World:
         return [f"{time * 1000:12.3f} ms  {who:8} {what}" for time, who, what in self.trace]
 
 
+class _Thread:
+    """A thread that runs one function after the other: new ones take their time."""
+
+    def __init__(self) -> None:
+        self.function: Action = lambda: None
+        self.go = _taken_lock()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.go.acquire()
+            self.function()
+            self.function = lambda: None
+            _idle.append(self)
+
+
+_idle: list[_Thread] = []
+
+
+def in_a_thread(function: Action) -> None:
+    """Run a function, which raises nothing, in a thread."""
+    thread = _idle.pop() if _idle else _Thread()
+    thread.function = function
+    thread.go.release()
+
+
 class Process:
     """Code that sleeps only by `sleep_until`, in a thread of its own."""
 
@@ -104,11 +137,15 @@ class Process:
         self.ended = False
         self.stopped = False  # By a signal, which another one undoes.
         self.on_pause: Action = lambda: None  # Called when it has run for a while.
+        self.end_of_killed: Callable[[], BaseException] = self._killed_error
         self._world = world
-        self._go = threading.Semaphore(0)
+        self._go = _taken_lock()
         self._sleeps = False
         self._resuming = False  # It will be resumed soon.
         self._turn = 0  # Which of its sleeps it is: a timer of an earlier one does not count.
+
+    def _killed_error(self) -> KilledError:
+        return KilledError(f"{self.name} was killed", rank=-1)
 
     # -- called by the world
 
@@ -137,12 +174,16 @@ class Process:
 
     def _resume(self) -> None:
         self._resuming = False
-        if self._may_go_on():
+        self._go_on_if_it_may()
+
+    def _go_on_if_it_may(self) -> None:
+        if self._sleeps and not self.ended and not self.is_stopped():
             self._hand_over()
             self.on_pause()
 
-    def _may_go_on(self) -> bool:
-        return self._sleeps and not self.ended and not self.stopped
+    def is_stopped(self) -> bool:
+        """Return whether a signal keeps it from running."""
+        return self.stopped
 
     def _hand_over(self) -> None:
         self._sleeps = False
@@ -150,29 +191,32 @@ class Process:
         self._wait_for_baton()
 
     def _wait_for_baton(self) -> None:
-        if not self._world.baton_is_back.acquire(timeout=STUCK_SECONDS):
+        back = self._world.baton_is_back
+        # Twice: this process may be stopped by a signal for longer.
+        if not (back.acquire(timeout=STUCK_SECONDS) or back.acquire(timeout=STUCK_SECONDS)):
             raise BrokenError("processes yield", f"{self.name} neither sleeps nor ends")
 
     # -- called in its thread
 
     def sleep_until(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
         """Sleep until `ready`, at most so many seconds; return whether it is."""
-        end = None if seconds is None else self._world.now + seconds
+        world = self._world
+        end = None if seconds is None else world.now + seconds
         timer = False
         while not self.killed:
             if ready():
                 return True
-            if end is not None and self._world.now >= end:
-                return False
-            if end is not None and not timer:
-                timer = True
-                self._turn += 1
-                time_is_up = partial(self._time_is_up, self._turn)
-                self._world.after(end - self._world.now, time_is_up)
+            if end is not None:
+                if world.now >= end:
+                    return False
+                if not timer:
+                    timer = True
+                    self._turn += 1
+                    world.after(end - world.now, partial(self._time_is_up, self._turn))
             self._sleeps = True
-            self._world.baton_is_back.release()
+            world.baton_is_back.release()
             self._go.acquire()
-        raise KilledError(f"{self.name} was killed", rank=-1)
+        raise self.end_of_killed()
 
     def end(self) -> None:
         """Give the baton back for good."""
@@ -181,6 +225,5 @@ class Process:
             self._world.baton_is_back.release()
 
     def _time_is_up(self, turn: int) -> None:
-        if turn == self._turn and self._may_go_on():
-            self._hand_over()
-            self.on_pause()
+        if turn == self._turn:
+            self._go_on_if_it_may()

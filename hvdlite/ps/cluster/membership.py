@@ -12,7 +12,7 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.ps.connections.messages import Answer, Message, two_processes
@@ -206,7 +206,7 @@ class Membership:
 
     def state(self) -> dict[str, Any]:
         """Return what a scheduler has to keep, as JSON can hold it."""
-        members = [asdict(member) | {"peer": "", "heard": 0} for member in self.members.values()]
+        members = [vars(member) | {"peer": "", "heard": 0} for member in self.members.values()]
         return {"formed": self.formed, "members": members}
 
     def load(self, state: Mapping[str, Any], now: float) -> None:

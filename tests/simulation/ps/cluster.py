@@ -266,7 +266,7 @@ class _File:
 def _work(node: Node, seconds: float) -> None:
     """Take the time of a disk."""
     if seconds:
-        here.task.sleep(lambda: False, seconds)
+        here.task.sleep_until(lambda: False, seconds)
     elif not node.lives:
         raise KilledThread
 
@@ -384,7 +384,7 @@ class Cluster:
         stand_ins: Sequence[tuple[Any, str, Any]] = [
             (outside, "now", world.clock),
             (outside, "rising_number", lambda: int((world.clock() + self.wall + 1e6) * 1e9)),
-            (outside, "sleep", lambda seconds: here.task.sleep(lambda: False, seconds)),
+            (outside, "sleep", lambda seconds: here.task.sleep_until(lambda: False, seconds)),
             (outside, "random_bytes", world.lot.randbytes),
             (outside, "Thread", new_thread),
             (outside, "Event", Event),

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +46,14 @@ PATIENCE_SECONDS = 40.0
 SPECS = [TensorSpec("a", "float64", (7,)), TensorSpec("b", "float64", (3, 2))]
 
 
+@lru_cache(maxsize=256)
 def gradients_of(step: int, worker: int) -> list[Array]:
     """Return whole numbers, which add up to the same in all orders."""
     made = np.random.default_rng([step, worker])
-    return [made.integers(1, 1 << 40, spec.size).astype(np.float64) for spec in SPECS]
+    arrays = [made.integers(1, 1 << 40, spec.size).astype(np.float64) for spec in SPECS]
+    for array in arrays:
+        array.flags.writeable = False  # They are asked for again.
+    return arrays
 
 
 def first_values() -> list[Array]:
@@ -133,7 +137,7 @@ class PsJob:
     def _over(self) -> bool:
         if self.cluster.failure is not None:
             return True
-        return self.codes.keys() >= set(self._names)
+        return len(self.codes) >= len(self._names) and self.codes.keys() >= set(self._names)
 
     # -- nodes
 
@@ -239,7 +243,7 @@ class PsJob:
                     break
                 self.begun[number] = max(self.begun[number], step + 1)
                 table.push(gradients_of(step, number), {})
-                here.task.sleep(lambda: False, program.pause * lot.random())
+                here.task.sleep_until(lambda: False, program.pause * lot.random())
             except PsRolledBack as error:
                 self.world.tell(f"{WORKER} {number}", f"goes back to step {error.version}")
                 if not program.loses and not self._has_lost_push(number, error.version):
@@ -288,7 +292,7 @@ class PsJob:
         for node in self.nodes.values():
             for each in node.tasks:
                 each.poke()
-        task.sleep(lambda: len(self.done) == self.program.workers)
+        task.sleep_until(lambda: len(self.done) == self.program.workers)
 
     def _check_pull(self, number: int, clock: int, values: Sequence[Array]) -> None:
         self.progress = self.world.now
@@ -358,11 +362,11 @@ def play_ps(program: PsProgram) -> PsJob:
     folder = Path(tempfile.mkdtemp(prefix="hvdlite-", dir=memory if memory.is_dir() else None))
     try:
         with quiet():
+            if program.follows is not None:
+                job = PsJob(program.follows, folder)
+                job.run()
             job = PsJob(program, folder)
-            for each in (program.follows, program):
-                if each is not None:
-                    job = PsJob(each, folder)
-                    job.run()
+            job.run()
     except BrokenError as broken:
         job.broken = broken
         job.world.tell("world", str(broken))

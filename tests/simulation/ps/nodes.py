@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.plain.handles import Handle
-from tests.simulation.world import Action, KilledError, Process
+from tests.simulation.world import Action, Process, in_a_thread
 
 if TYPE_CHECKING:
     from tests.simulation.ps.cluster import Cluster, Link, SimulatedListener
@@ -102,8 +102,10 @@ class Task(Process):
     def __init__(self, node: Node, name: str, target: Action) -> None:
         super().__init__(node.cluster.world, f"{node.name} {name}")
         self.node = node
-        self.thread = threading.Thread(target=self._run, args=(target,), daemon=True)
+        self._thread_id = 0
+        self._target = target
         self._joins = Signal()
+        self.end_of_killed = KilledThread
         node.tasks.append(self)
 
     def start(self) -> None:
@@ -111,12 +113,12 @@ class Task(Process):
 
     def _start(self) -> None:
         if not self.killed:
-            self.begin(self.thread.start)
+            self.begin(partial(in_a_thread, self._run))
 
-    def _run(self, target: Action) -> None:
-        here.task = self
+    def _run(self) -> None:
+        here.task, self._thread_id = self, threading.get_ident()
         try:
-            target()
+            self._target()
         except KilledThread:
             pass
         except BaseException as error:
@@ -129,7 +131,7 @@ class Task(Process):
 
     def stack(self) -> list[str]:
         """Return where it is in the code of the parameter server, the innermost function first."""
-        frame = sys._current_frames().get(self.thread.ident or 0)
+        frame = sys._current_frames().get(self._thread_id)
         words = []
         while frame is not None:
             if "/hvdlite/ps/" in frame.f_code.co_filename:
@@ -137,14 +139,8 @@ class Task(Process):
             frame = frame.f_back
         return words[:4]
 
-    def sleep(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
-        try:
-            return self.sleep_until(ready, seconds)
-        except KilledError:
-            raise KilledThread from None
-
-    def _may_go_on(self) -> bool:
-        return super()._may_go_on() and (self.killed or not self.node.stopped)
+    def is_stopped(self) -> bool:
+        return self.node.stopped and not self.killed
 
 
 class Signal:
@@ -157,7 +153,7 @@ class Signal:
         task = here.task
         self._tasks.append(task)
         try:
-            return task.sleep(ready, seconds)
+            return task.sleep_until(ready, seconds)
         finally:
             self._tasks.remove(task)
 
@@ -247,4 +243,4 @@ def new_thread(target: Action, name: str = "", daemon: bool = False) -> Task:
 def sleep_for(handle: Handle, seconds: float = -1) -> None:
     task = here.task
     handle.on_end(task.poke)
-    task.sleep(handle.poll, None if seconds < 0 else seconds)
+    task.sleep_until(handle.poll, None if seconds < 0 else seconds)

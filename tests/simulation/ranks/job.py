@@ -62,6 +62,7 @@ class Job:
             network_model="default",
         )
         self.ranks = [Rank(self, rank, config) for rank in range(program.size)]
+        self._ended = 0  # Of the first ranks: nothing is left of so many.
 
     def run(self) -> None:
         """Run the job. Raises `BrokenError`."""
@@ -81,7 +82,11 @@ class Job:
             self.world.close()
 
     def _over(self) -> bool:
-        return all(not rank.lives and rank.has_ended for rank in self.ranks)
+        while not self.ranks[self._ended].lives and self.ranks[self._ended].has_ended:
+            self._ended += 1
+            if self._ended == len(self.ranks):
+                return True
+        return False
 
     def _kill(self, kill: Kill) -> None:
         topology = self.network.topology

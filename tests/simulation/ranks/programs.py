@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,8 @@ class Call:
 
     def input(self, index: int, size: int, round_: int) -> Array:
         """Return small whole numbers; the rows of an allgather now and then change on one rank."""
-        lot = np.random.Generator(np.random.PCG64([self.seed, index, round_]))
-        rows = 2 * size
-        if self.collective == "allgather":
-            rows = 1 + index + (int(lot.integers(0, 4)) == 0)
-        columns = self.columns + (index == self.odd)
-        return lot.integers(0, 9, (rows, columns)).astype(np.float64)
+        rows = 0 if self.collective == "allgather" else 2 * size
+        return _input(self.seed, index, round_, rows, self.columns + (index == self.odd))
 
     def entries(
         self, process_set_id: int, members: Sequence[int], index: int, round_: int
@@ -123,6 +120,16 @@ class Call:
             return np.max(inputs, 0)  # type: ignore[no-any-return]
         total: Array = np.sum(inputs, 0)
         return total * (1.0 / size) if self.op == ReduceOp.AVERAGE else total
+
+
+@lru_cache(maxsize=1024)  # All ranks ask for the same.
+def _input(seed: int, index: int, round_: int, rows: int, columns: int) -> Array:
+    """Return what nobody may change; `rows` is 0 where one more may come at random."""
+    lot = np.random.Generator(np.random.PCG64([seed, index, round_]))
+    rows = rows or 1 + index + (int(lot.integers(0, 4)) == 0)
+    array = lot.integers(0, 9, (rows, columns)).astype(np.float64)
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(frozen=True)
