@@ -66,6 +66,38 @@ def test_a_small_step_is_exchanged_by_the_threads_that_wait(
     assert not starts or set(starts[0]) & set(starts[1])
 
 
+def test_a_small_segment_is_exchanged_by_the_threads_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last hook does not send it: the step waits for it next."""
+    monkeypatch.setattr(short_call, "TIMEOUT_SECONDS", 2.0)
+
+    def main(rank: int) -> None:
+        runtime = current()
+        if runtime.engine._short_calls is None:
+            pytest.skip("there is no compiled code")
+        model = torch.nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model.named_parameters(),
+            gradient_as_bucket_view=True,
+        )
+        before = 0
+        for step in range(6):
+            if step == 3:  # The segment is known, and its gradients are views of it.
+                before = made_short(runtime)
+            optimizer.zero_grad()
+            model(torch.full((1, 3), rank + 1.0)).sum().backward()
+            optimizer.synchronize()
+            assert model.weight.grad is not None
+            assert model.weight.grad.tolist() == [[1.5] * 3] * 2
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert made_short(runtime) > before
+
+    run_ranks(2, main)
+
+
 def test_a_small_step_to_which_a_rank_comes_late() -> None:
     """The others turn to the coordinator, and the late one finds its gradients reduced."""
 
@@ -214,7 +246,7 @@ def test_what_can_be_one_short_call() -> None:
     def main(rank: int) -> None:
         small, large = torch.ones(3), torch.ones(1 << 18)
         assert bundle_of(entries(small, torch.ones(2, 2))) is not None
-        assert bundle_of(entries(small)) is None  # the entry is a short call by itself
+        assert bundle_of(entries(small)) is not None
         assert bundle_of(entries(small, torch.ones(1, dtype=torch.float64))) is None
         assert bundle_of(entries(small, torch.ones(2, 2).t()[:1])) is None
         assert bundle_of(entries(large, small)) is None

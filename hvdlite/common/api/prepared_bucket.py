@@ -37,7 +37,7 @@ MOST_BYTES = 1 << 20  # Larger ones are no short calls.
 
 def bundle_of(entries: Sequence[Entry]) -> Bundle | None:
     """Return the bundle of these entries; None where they cannot be exchanged as one."""
-    if len(entries) < 2 or not 0 < sum(entry.size_bytes for entry in entries) <= MOST_BYTES:
+    if not 0 < sum(entry.size_bytes for entry in entries) <= MOST_BYTES:
         return None
     if len({entry.request.dtype for entry in entries}) > 1:
         return None

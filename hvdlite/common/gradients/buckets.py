@@ -218,6 +218,10 @@ class BucketSchedule(Generic[K]):
         self._sent.update(bucket)
         return bucket
 
+    def is_last(self, keys: int) -> bool:
+        """Return whether all buckets were due since the last step, which hold so many keys."""
+        return len(self._sent) == keys
+
     def rest(self, keys: Collection[K]) -> list[list[K]]:
         """Return those of `keys` that are not sent yet, by buckets, and count them as sent."""
         if self._sent.issuperset(keys):

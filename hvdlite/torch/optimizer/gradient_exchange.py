@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.api.prepared_bucket import send_announced
+from hvdlite.common.api.prepared_bucket import MOST_BYTES, send_announced
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
@@ -171,8 +171,14 @@ class GradientExchange:
             self._gather(bucket)
             # What ranks do not agree on yet, in the first step of an era, waits for its end.
             begun = self.feedback is None or self.feedback.state.begun
-            if begun and (segmented or self._pending_bytes >= self._enough_bytes):
+            if begun and (
+                self._pending_bytes >= self._enough_bytes or (segmented and not self._waits_soon())
+            ):
                 self._send()
+
+    def _waits_soon(self) -> bool:
+        """Return whether a small segment is the last one, which the training thread waits for."""
+        return self._pending_bytes <= MOST_BYTES and self._schedule.is_last(len(self._hooked))
 
     def _gather(self, bucket: Sequence[str]) -> None:
         pending = [self._make_pending(name) for name in bucket]
@@ -235,10 +241,9 @@ class GradientExchange:
         if not dense:
             return []
         options = self._segments.options([dense[0].name])
-        alone = self._waits_next and not (self._in_flight or self._pending)
         try:
             self._in_flight.append(
-                BucketInFlight(dense, self.reduction.compression, options, alone=alone)
+                BucketInFlight(dense, self.reduction.compression, options, alone=self._alone)
             )
         except Exception as error:
             if len(dense) == 1:
@@ -276,7 +281,12 @@ class GradientExchange:
             if packed is not flat.buffer:
                 self._packed[first] = packed
         options = self._segments.options([first])
-        self._in_flight.append(SegmentInFlight(bucket, flat, packed, options))
+        self._in_flight.append(SegmentInFlight(bucket, flat, packed, options, alone=self._alone))
+
+    @property
+    def _alone(self) -> bool:
+        """Whether what is started now is all that the training thread waits for, and does next."""
+        return self._waits_next and not (self._in_flight or self._pending)
 
     def _pack(self, pending: PendingGradient) -> None:
         packed = pending.gradient

@@ -147,18 +147,23 @@ class SegmentInFlight:
         flat: FlatGradients,
         packed: torch.Tensor,
         options: CallOptions,
+        *,
+        alone: bool = False,
     ) -> None:
-        """Start to reduce `packed` in place: the buffer itself, or its compressed copy."""
+        """Start to reduce `packed` in place: the buffer itself, or its compressed copy.
+
+        `alone`: the wait for it comes next.
+        """
         self._pending = pending
         self._buffer = flat.buffer
         self._packed = packed
-        self._operation = mpi_ops.runner.start(
-            "allreduce", [packed], pending[0].name, options, in_place=True
+        self._bucket = mpi_ops.runner.start_bucket(
+            [pending[0].name], [packed], options, alone=alone
         )
 
     def wait(self) -> None:
         """Wait for the result. The gradients show it, unless it has to be decompressed."""
-        check_and_wait(self._pending, self._operation.wait_for_tensors)
+        check_and_wait(self._pending, self._bucket.wait)
         if self._packed is not self._buffer:
             self._buffer.copy_(self._packed)
         for gradient in self._pending:
@@ -166,7 +171,8 @@ class SegmentInFlight:
             gradient.release()
 
     def leave(self) -> None:
-        """Do nothing: the segment was sent."""
+        """Let the other ranks have this segment: nobody will wait for it here."""
+        self._bucket.send()
 
 
 class SparseGradientInFlight:
