@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgpack
 
@@ -19,11 +19,13 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_calls import prepared, prepared_group
 from hvdlite.common.api.submit import Operation, start, submit_each
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
-from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.plain.entries import Bundle, Entry
 from hvdlite.common.plain.handles import Handle, SharedHandle
 from hvdlite.common.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from hvdlite.common.engine.engine import Engine
 
 # Small buckets as one short call: their tensors pass together through shared memory.
 #

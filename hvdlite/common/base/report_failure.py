@@ -15,6 +15,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,13 @@ def stack_of_user(frame: FrameType) -> str:
     own = [number for number, file in enumerate(files[:waits]) if is_own(file)]
     shown = frames[own[-1] + 1] if own and own[-1] + 1 < len(frames) else frame
     return "".join(traceback.format_stack(shown))
+
+
+def main_thread_stack() -> str:
+    """Return the Python stack of the main thread of this process, down to its call of hvdlite."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = stack_of_user(frame) if frame else "(no main thread)\n"
+    return stack.encode(errors="backslashreplace").decode()  # paths need not be UTF-8
 
 
 def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:

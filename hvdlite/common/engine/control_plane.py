@@ -6,8 +6,6 @@ The coordinator and the aggregators decide; this module only moves their message
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -16,7 +14,7 @@ from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, Stal
 from hvdlite.common.base.report_failure import (
     LONGEST_TEXT,
     launcher_pipe,
-    stack_of_user,
+    main_thread_stack,
     tell_launcher,
 )
 from hvdlite.common.collectives.between_hosts.carried import add_up
@@ -470,10 +468,3 @@ def _end_text(rank: int) -> str:
         "engine serves had shut down: end it by sys.exit(), or by the end of the script, which "
         "wait for the engine, instead of os._exit()"
     )
-
-
-def main_thread_stack() -> str:
-    """Return the Python stack of the main thread of this process, down to its call of hvdlite."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = stack_of_user(frame) if frame else "(no main thread)\n"
-    return stack.encode(errors="backslashreplace").decode()  # paths need not be UTF-8

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,10 +32,11 @@ from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.segmentation.cost import MeasuredIteration
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
-from hvdlite.common.segmentation.tuner import Decision, Tuner
+
+if TYPE_CHECKING:
+    from hvdlite.common.segmentation.tuner import Decision, Tuner
 
 MOST_RUNS = 1024  # the most reductions of one iteration that are kept
 STEPS_WHEN_FROZEN = 10  # between two checks for drift
@@ -77,6 +79,8 @@ class AutoSegments:
         self._saved: list[int] | None = None
         if runtime.rank == self._root:
             self._saved = load(file, gradients) if file else None
+            from hvdlite.common.segmentation.tuner import Tuner  # Most jobs never need it.
+
             self._tuner = Tuner(gradients, self._saved)
             names, runs = {gradient.name for gradient in gradients}, self._runs
 
@@ -138,6 +142,8 @@ class AutoSegments:
         return seconds
 
     def _observe(self, tuner: Tuner, times: list[float], runs: list[SegmentRun]) -> None:
+        from hvdlite.common.segmentation.cost import MeasuredIteration
+
         *ready, end = times
         start = min(ready)
         ahead = self._engine.clock_offset_seconds - start

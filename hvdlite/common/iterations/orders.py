@@ -16,6 +16,7 @@ from hvdlite.common.base.report_failure import (
     EVENTS_VARIABLE,
     STANDARD_ERROR,
     launcher_pipe,
+    main_thread_stack,
     tell_launcher,
 )
 from hvdlite.common.connections.orders import (
@@ -29,7 +30,6 @@ from hvdlite.common.connections.orders import (
     pack_answer,
     unpack_order,
 )
-from hvdlite.common.engine.control_plane import main_thread_stack
 from hvdlite.common.iterations.counts import Counts
 
 Answer = dict[str, Any]

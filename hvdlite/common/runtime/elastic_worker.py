@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import neighbours
-from hvdlite.common.engine.engine import Engine
 from hvdlite.common.meeting import launch as launches
 from hvdlite.common.membership.frames import Member, Newcomer, World
 from hvdlite.common.membership.link import DriverLink
@@ -25,6 +24,9 @@ from hvdlite.common.runtime.connect import Connected
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.recording import Lasting
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
+
+if TYPE_CHECKING:
+    from hvdlite.common.engine.engine import Engine
 
 # The process sets that a worker of an elastic job keeps from world to world.
 #

@@ -6,14 +6,17 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from hvdlite.common.engine.engine import Engine
 
 
 def form_process_set(ranks: Iterable[int], timeout_seconds: float | None = None) -> ProcessSet:

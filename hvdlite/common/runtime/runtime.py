@@ -13,7 +13,6 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.table import INIT_FAILED
-from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import HandleTable
@@ -78,6 +77,9 @@ class Runtime:
         # The sets that only their members have made, which end with this world.
         self.formed_sets = FormedSets()
         try:
+            # A program that is no rank needs none of it.
+            from hvdlite.common.engine.engine import Engine
+
             if self._lasts and config.device_completion == "auto":
                 # A rank may die at any time: no step may use what a device has not computed.
                 config = self.config = replace(config, device_completion="host")
