@@ -112,7 +112,7 @@ def plan_of(
     _check_empty_dicts(tree, manifest)
     leaves = dict(trees.leaves(tree, tensors))
     kinds = kinds_of(leaves, tensors)
-    given = given_layouts(layouts, kinds, dict(trees.followed(tree)), ranks)
+    given = given_layouts(layouts, kinds, tree, ranks)
     wanted: dict[str, Wanted] = {}
     values: dict[str, Any] = {}
     facts: dict[str, str] = {}

@@ -73,7 +73,7 @@ def plan_of(state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors, ran
             trees.check_value(leaf, name)
             values[name] = leaf
     kinds = kinds_of(found, tensors)
-    given = given_layouts(layouts, kinds, dict(trees.followed(tree)), ranks)
+    given = given_layouts(layouts, kinds, tree, ranks)
     records = {
         name: _record(name, given.get(name), dtype, shape, ranks)
         for name, (dtype, shape) in kinds.items()

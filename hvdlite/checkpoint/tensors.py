@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlite.checkpoint import compression
 from hvdlite.checkpoint.manifest import Manifest
-from hvdlite.common.layouts.layout import Box
+from hvdlite.common.layouts.layout import Box, Layout
 from hvdlite.common.plain.adapter import DTYPES
 
 Array = NDArray[Any]
@@ -34,6 +35,8 @@ class Owner:
     install: Callable[[dict[Any, Any]], None]
     # The names of tensors in the tree, with the names in the state of those they are cut like.
     follows: Mapping[str, str] = field(default_factory=dict)
+    # The layouts of tensors in the tree that are never whole, by their names there.
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
     # The tree with its own owners in it, and lists where it has tuples; set by `trees.expand`.
     expanded: Any = None
 
@@ -172,11 +175,16 @@ class VariableTensors(Tensors):
                 raise ValueError(f"two variables have the name {name!r}: rename a layer")
             tree[name] = variable
 
-        def install(_: Any) -> None:
+        remembered: dict[str, Any] = getattr(thing, "compression_state", dict)()
+        entries, layouts = compression.described(remembered, context.manifest, context.prefix)
+
+        def install(loaded: dict[Any, Any]) -> None:
             if holder is not thing:
                 thing.adopt(holder)
+            if entries:
+                thing.load_compression_state(compression.restored(loaded[compression.KEY]))
 
-        return Owner(thing, tree, install)
+        return Owner(thing, tree | entries, install, layouts=layouts)
 
     def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
         """Return what gathers the state of a Keras optimizer with ``shard_state=True``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdlite.checkpoint.job import check_same, together
 from hvdlite.checkpoint.manifest import Manifest
@@ -12,6 +12,7 @@ from hvdlite.checkpoint.tensors import Context, Owner, Tensors
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.common.plain.config import closest
 
+T = TypeVar("T")
 MISSING = object()
 
 
@@ -134,16 +135,18 @@ def empty_dicts(tree: Any, name: str = "") -> Iterator[str]:
             yield from empty_dicts(value, _join(name, key))
 
 
-def followed(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield names of tensors of owners, with the names of those whose layouts are theirs, too."""
+def of_owners(
+    tree: Any, what: Callable[[Owner], Mapping[str, T]], name: str = ""
+) -> Iterator[tuple[str, T]]:
+    """Yield what owners say of their tensors, with the names of these in the state."""
     if isinstance(tree, Owner):
-        for key, other in tree.follows.items():
+        for key, other in what(tree).items():
             yield _join(name, key), other
         tree = tree.expanded
     if isinstance(tree, (dict, list)):
         children = tree.items() if isinstance(tree, dict) else enumerate(tree)
         for child, value in children:
-            yield from followed(value, _join(name, child))
+            yield from of_owners(value, what, _join(name, child))
 
 
 def _join(name: str, key: Any) -> str:
@@ -234,14 +237,15 @@ def flat_layouts(layouts: Mapping[str, Any], prefix: str = "") -> dict[str, Layo
 def given_layouts(
     layouts: Mapping[str, Any] | None,
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
-    followed: Mapping[str, str],
+    tree: Any,
     ranks: int,
 ) -> dict[str, Layout]:
-    """Return the layouts of the tensors of a state for which one is given, or follows.
+    """Return the layouts of the tensors of a state that have one, or for which one is given.
 
-    `kinds` has dtypes and local shapes by name. A tensor of an optimizer with the local shape of
-    its parameter has the layout of that. Raises as `flat_layouts`, and `ValueError` for a name that
-    is not in the state, or a layout for another number of ranks.
+    `tree` is the expanded state, and `kinds` has dtypes and local shapes by name. A tensor of an
+    optimizer with the local shape of its parameter has the layout of that. Raises as
+    `flat_layouts`, and `ValueError` for a name that is not in the state, or a layout for another
+    number of ranks.
     """
     given = flat_layouts(layouts or {})
     for name, layout in given.items():
@@ -257,10 +261,10 @@ def given_layouts(
             )
     follows = {
         name: given[other]
-        for name, other in followed.items()
+        for name, other in of_owners(tree, lambda owner: owner.follows)
         if other in given and name in kinds and kinds[name][1] == kinds[other][1]
     }
-    return {**follows, **given}
+    return {**dict(of_owners(tree, lambda owner: owner.layouts)), **follows, **given}
 
 
 def hint(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:

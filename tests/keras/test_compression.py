@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,35 @@ def test_a_restored_commit_has_what_was_not_sent(compressor: FeedbackCompressor)
         state.save()
         once = steps(2)
         state.restore()
+        return [*once, *steps(2)]
+
+    for result in run_ranks(2, main):
+        for once, again in zip(result[:2], result[2:], strict=True):
+            np.testing.assert_array_equal(once, again)
+
+
+@every_compressor
+def test_a_checkpoint_has_what_was_not_sent(compressor: FeedbackCompressor, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
+
+    def main(rank: int) -> Any:
+        model = keras.Sequential(
+            [keras.Input((24,)), keras.layers.Dense(40, kernel_initializer="zeros")]
+        )
+        optimizer = distributed(compressor)
+        optimizer.build(model.trainable_variables)
+        state = {"model": model, "optimizer": optimizer}
+
+        def steps(first: int) -> list[Any]:
+            for step in range(first, first + 2):
+                gradients = [tensor(gradient(rank, step)), tensor(gradient(rank, step)[0])]
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return numpy_of(model.trainable_variables)
+
+        steps(0)
+        hvd.checkpoint.save(tmp_path / "it", state)
+        once = steps(2)
+        hvd.checkpoint.load(tmp_path / "it", state)
         return [*once, *steps(2)]
 
     for result in run_ranks(2, main):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,45 @@ def test_training_goes_on_from_a_state_dict(compressor: FeedbackCompressor, tmp_
             np.testing.assert_array_equal(resumed[1][name], uninterrupted[1][name], err_msg=name)
 
     run_ranks(SIZE, main)
+
+
+@every_compressor
+@pytest.mark.parametrize("size", [SIZE, 2])
+def test_training_goes_on_from_a_checkpoint(
+    compressor: FeedbackCompressor, size: int, tmp_path: Path
+) -> None:
+    """By as many ranks exactly; others get what all ranks share, and have sent all."""
+    pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
+
+    def save(rank: int) -> Any:
+        named = parameters()
+        optimizer = distributed(named, compressor)
+        hvd.checkpoint.save(tmp_path / "early", {"optimizer": optimizer})
+        train(optimizer, named, rank, range(2))
+        hvd.checkpoint.save(tmp_path / "it", {"optimizer": optimizer})
+        saved = optimizer._exchange.feedback.state.save()
+        return saved, train(optimizer, named, rank, range(2, 4))
+
+    def load(rank: int) -> Any:
+        named = parameters()
+        optimizer = distributed(named, compressor)
+        state = optimizer._exchange.feedback.state
+        hvd.checkpoint.load(tmp_path / "early", {"optimizer": optimizer})
+        assert not state.steps
+        hvd.checkpoint.load(tmp_path / "it", {"optimizer": optimizer})
+        return state.save(), train(optimizer, named, rank, range(2, 4))
+
+    before = run_ranks(SIZE, save)
+    for (saved, uninterrupted), (loaded, resumed) in zip(
+        before[:size], run_ranks(size, load), strict=True
+    ):
+        assert loaded["steps"] == saved["steps"] != {}
+        assert loaded["factors"].keys() == saved["factors"].keys()
+        if size != SIZE:
+            assert not loaded["residuals"]
+            continue
+        for name in SHAPES:
+            np.testing.assert_array_equal(resumed[1][name], uninterrupted[1][name], err_msg=name)
 
 
 @every_compressor

@@ -49,7 +49,13 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
     def prepare() -> None:
         _check_group()
         _check_no_layouts(layouts)
-        for name, leaf in trees.leaves(trees.expand(state, tensors, None), tensors):
+        tree = trees.expand(state, tensors, None)
+        for name, _ in trees.of_owners(tree, lambda owner: owner.layouts):
+            raise ValueError(
+                f"{name!r} is another one on each rank, which a state with DTensors cannot have: "
+                "save this optimizer on its own"
+            )
+        for name, leaf in trees.leaves(tree, tensors):
             if not tensors.is_tensor(leaf):
                 trees.check_value(leaf, name)
             flat[name] = leaf

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+from hvdlite.checkpoint import compression
 from hvdlite.checkpoint.manifest import Record
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Part, Tensors
 from hvdlite.common.layouts.layout import from_placements
@@ -175,6 +176,8 @@ def optimizer_state(
     tree: dict[str, Any] = {"state": of_parameters, "param_groups": groups}
     if others:
         tree["others"] = others
+    remembered = packed.get("compression", {}) if hasattr(optimizer, "load_compression") else {}
+    entries, layouts = compression.described(remembered, context.manifest, context.prefix)
 
     def install(loaded: dict[str, Any]) -> None:
         if len(loaded["param_groups"]) != len(packed["param_groups"]):
@@ -189,9 +192,12 @@ def optimizer_state(
             {**group, **new}
             for group, new in zip(packed["param_groups"], loaded["param_groups"], strict=True)
         ]
-        optimizer.load_state_dict({"state": restored, "param_groups": own})
+        new: dict[str, Any] = {"state": restored, "param_groups": own}
+        if entries:
+            new["compression"] = compression.restored(loaded[compression.KEY])
+        optimizer.load_state_dict(new)
 
-    return Owner(optimizer, tree, install, follows)
+    return Owner(optimizer, tree | entries, install, follows, layouts)
 
 
 def _named_parameters(state: Any, prefix: str) -> Iterator[tuple[int, str]]:
