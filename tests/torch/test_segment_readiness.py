@@ -184,7 +184,7 @@ def test_auto_switches_on_all_ranks_at_once_and_settles(
     (model,) = json.loads(file.read_text())["models"].values()
     learned = len(model["ends"])
     assert counts[0][-3:] == [learned] * 3
-    assert f"161 gradients are best reduced in {learned} segments" in capsys.readouterr().out
+    assert f"161 gradients are best reduced in {learned} segment" in capsys.readouterr().out
     assert run_ranks(SIZE, main) == [[counts[0][0], counts[0][1], *[learned] * 3]] * 2
     assert (
         f"161 gradients are reduced in {learned} segments, as {file} says"

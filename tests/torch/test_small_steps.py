@@ -69,7 +69,7 @@ def test_a_small_step_is_exchanged_by_the_threads_that_wait(
 def test_a_small_segment_is_exchanged_by_the_threads_that_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last hook does not send it: the step waits for it next."""
+    """The last hook announces it, and the step exchanges it."""
     monkeypatch.setattr(short_call, "TIMEOUT_SECONDS", 2.0)
 
     def main(rank: int) -> None:

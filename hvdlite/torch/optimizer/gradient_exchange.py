@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.api.prepared_bucket import MOST_BYTES, send_announced
+from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
@@ -97,7 +97,7 @@ class GradientExchange:
         # How many bytes are enough, and the job for which that was found.
         self._enough_bytes = ENOUGH_BYTES
         self._topology: Topology | None = None
-        # True while `synchronize` sends what backward has left: it waits next.
+        # True while the last gradients are sent: the training thread waits for them next.
         self._waits_next = False
         # Results of casts by name: their memory is used again in the next step.
         self._packed: dict[str, torch.Tensor] = {}
@@ -171,14 +171,21 @@ class GradientExchange:
             self._gather(bucket)
             # What ranks do not agree on yet, in the first step of an era, waits for its end.
             begun = self.feedback is None or self.feedback.state.begun
-            if begun and (
-                self._pending_bytes >= self._enough_bytes or (segmented and not self._waits_soon())
-            ):
+            if begun and segmented:
+                self._send_segment()
+            elif begun and self._pending_bytes >= self._enough_bytes:
                 self._send()
 
-    def _waits_soon(self) -> bool:
-        """Return whether a small segment is the last one, which the training thread waits for."""
-        return self._pending_bytes <= MOST_BYTES and self._schedule.is_last(len(self._hooked))
+    def _send_segment(self) -> None:
+        """Send a segment that is due, unless it is the last and small: the step exchanges it."""
+        self._waits_next = self._schedule.is_last(len(self._hooked))
+        try:
+            self._send()
+        except BaseException:  # A KeyboardInterrupt: the other ranks need what was started.
+            send_announced(for_collective())
+            raise
+        finally:
+            self._waits_next = False
 
     def _gather(self, bucket: Sequence[str]) -> None:
         pending = [self._make_pending(name) for name in bucket]

@@ -18,10 +18,11 @@
 // Where members may give different numbers of rows, these stand in front of the data, and decide how
 // large the result is: the caller then takes by a call of its own.
 //
-// A larger reduction is divided: when the round is complete, each member reduces a range of the data
-// of all into its own buffer, and all take the ranges when the last one is there. That is decided by
-// one word, too: who waits in vain for a range abandons the round for all, and no member has written
-// its result by then.
+// A larger reduction is divided into a range for each member: when the round is complete, members
+// that are awake claim one range after the other, and reduce it into the buffer of its member. The
+// last one to come wakes only as many as there are cores; the others sleep until the last range is
+// reduced, and take all of them then. That is decided by one word, too: who waits in vain for a range
+// abandons the round for all, and no member has written its result by then.
 //
 // No round is completed while a member still reads the buffers of the one before. So when a member
 // writes a buffer, nobody reads what it wrote there two rounds ago. Another tag may take a slot in
@@ -52,7 +53,8 @@ struct ShortCall {
   int64_t counts;              // numbers of rows that each member tells: 0, 1, or one for each
   int64_t row_bytes;           // where rows are told
   int64_t scattered;           // whether no other member takes what I take
-  int64_t divided;             // whether each member reduces a range for all
+  int64_t divided;             // whether ranges are reduced once for all
+  int64_t helpers;             // that the last member wakes to reduce ranges
   int64_t identity;            // of this library: all members must have the same
   double prescale, postscale;
   const int64_t* local;        // by member: its local number
@@ -79,8 +81,8 @@ namespace {
 constexpr int kTagBits = 45, kDeclineBits = 19;
 constexpr uint64_t kDeclines = (1 << kDeclineBits) - 1;  // a number of declines, which wraps around
 constexpr uint64_t kCount = (1 << 9) - 1;
-constexpr uint32_t kAbandoned = 1u << 31;  // beside the number of members that have reduced,
-constexpr uint32_t kLeft = 1u << 16;       // and that of those that have left since
+constexpr uint32_t kAbandoned = 1u << 31;  // beside the number of ranges that are reduced,
+constexpr uint32_t kLeft = 1u << 16;       // and that of members that have left since
 constexpr int64_t kRangePatience = 10;     // so many times longer than for members, for their ranges
 
 // The start of the memory of the host's first rank.
@@ -88,9 +90,10 @@ struct ShortSlot {
   uint64_t word;
   uint64_t declined;  // tag and number of the latest round that somebody will not come to
   uint32_t changes;   // what waiting members sleep on
-  uint32_t reduced;   // members that have reduced their ranges of the latest complete round
+  uint32_t reduced;   // ranges of the latest complete round that are reduced
   int64_t began_ns;   // when the last member of the latest complete round came
-  char rest[kLine - 32];
+  uint32_t claimed;   // ranges of that round that members have begun to reduce, or more
+  char rest[kLine - 36];
 };
 
 struct ShortBoard {
@@ -116,10 +119,12 @@ int64_t nanoseconds() {
   return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
 }
 
-void wake_all(ShortSlot* slot) {
+void wake(ShortSlot* slot, int64_t members) {
   __atomic_fetch_add(&slot->changes, 1, __ATOMIC_SEQ_CST);
-  syscall(SYS_futex, &slot->changes, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  syscall(SYS_futex, &slot->changes, FUTEX_WAKE, members, nullptr, nullptr, 0);
 }
+
+void wake_all(ShortSlot* slot) { wake(slot, INT32_MAX); }
 
 class Exchange {
  public:
@@ -249,7 +254,7 @@ class Exchange {
       if (!change(seen, next)) continue;
       if (last) {
         call_.completed = 1;
-        wake_all(slot_);
+        wake(slot_, call_.divided ? call_.helpers : INT32_MAX);
       }
       return true;
     }
@@ -349,18 +354,21 @@ class Exchange {
     bool done = reduce_for_all();
     if (done) take_ranges();
     uint32_t left = __atomic_add_fetch(&slot_->reduced, kLeft, __ATOMIC_SEQ_CST);
-    if ((left & ~kAbandoned) / kLeft == uint32_t(call_.members))
+    if ((left & ~kAbandoned) / kLeft == uint32_t(call_.members)) {
+      __atomic_store_n(&slot_->claimed, 0, __ATOMIC_SEQ_CST);
       __atomic_store_n(&slot_->reduced, 0, __ATOMIC_SEQ_CST);
+    }
     return done;
   }
 
-  // Reduce my range, and wait for those of the others. False if the round was abandoned.
+  // Reduce ranges while there are any, and wait for the rest. False if the round was abandoned.
   bool reduce_for_all() const {
-    int64_t start = start_of(call_.index), size = start_of(call_.index + 1) - start;
-    reduce(buffer(call_.index) + start, start, size, buffer(call_.index) + start);
-    uint32_t all = uint32_t(call_.members);
-    uint32_t seen = __atomic_add_fetch(&slot_->reduced, 1, __ATOMIC_SEQ_CST);
-    if (seen == all) wake_all(slot_);
+    uint32_t all = uint32_t(call_.members), seen;
+    while ((seen = __atomic_fetch_add(&slot_->claimed, 1, __ATOMIC_SEQ_CST)) < all) {
+      int64_t start = start_of(seen), size = start_of(seen + 1) - start;
+      reduce(buffer(call_.index) + start, start, size, buffer(seen) + start);
+      if (__atomic_add_fetch(&slot_->reduced, 1, __ATOMIC_SEQ_CST) == all) wake_all(slot_);
+    }
     int64_t until = nanoseconds() + kRangePatience * call_.timeout_ns;
     for (;;) {
       uint32_t changes = __atomic_load_n(&slot_->changes, __ATOMIC_SEQ_CST);

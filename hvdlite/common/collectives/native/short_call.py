@@ -28,7 +28,7 @@ BOARD_BYTES = 8 << 10
 SMALL_SLOTS, SMALL_BYTES = 16, 4 << 10
 LARGE_SLOTS, LARGE_BYTES = 1, 1 << 20
 LARGE_SLOT_BYTES = LARGE_BYTES + 8 * MOST_RANKS  # numbers of rows stand in front of the data
-# Of all members together. Beyond the first, more than two members divide a reduction; beyond the
+# Of all members together. Beyond the first, more than two members reduce ranges for all; beyond the
 # second, it is faster to go through the slots where every rank reads all.
 DIVIDED_BYTES = 1 << 20
 MOST_TO_READ_BYTES = 2 << 20
@@ -54,7 +54,7 @@ class ShortCall(ctypes.Structure):
         *((name, _Integer) for name in (
             "members", "index", "local_size", "slot", "tag", "data", "data_bytes", "type",
             "operation", "itemsize", "root", "counts", "row_bytes", "scattered", "divided",
-            "identity",
+            "helpers", "identity",
         )),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
@@ -78,7 +78,7 @@ class Given(NamedTuple):
     counts: int = 0  # numbers of rows that each member tells: 0, 1, or one for each member
     row_bytes: int = 0  # where they are told
     scattered: bool = False  # whether no two members take the same
-    divided: bool = False  # whether each member reduces a range for all
+    divided: bool = False  # whether ranges are reduced once for all
 
 
 class ShortExchange:
@@ -103,8 +103,8 @@ class ShortExchange:
         self._own = self._ranks.index(transport.rank)
         # By the ranks of the members: what is the same in all calls, and what it points to.
         self._groups: dict[tuple[int, ...], tuple[ShortCall, Array]] = {}
-        cores = len(os.sched_getaffinity(0))
-        self._spin_ns = int(SPIN_SECONDS * 1e9) if cores > len(self._ranks) else 0
+        self._cores = len(os.sched_getaffinity(0))
+        self._spin_ns = int(SPIN_SECONDS * 1e9) if self._cores > len(self._ranks) else 0
         # One thread of this rank at a time: it alone writes the buffers of the slot.
         self.locks = [threading.Lock() for _ in range(SMALL_SLOTS + LARGE_SLOTS)]
 
@@ -140,6 +140,7 @@ class ShortExchange:
             local_size=len(self._ranks),
             operation=COPY,
             root=-1,
+            helpers=min(members.size, self._cores) - 1,
             identity=self._identity,
             local=address(local),
             memory=address(self._memory),
