@@ -153,9 +153,7 @@ class CollectiveSettings:
     check_weights: int = setting(
         0, "CHECK_WEIGHTS", number(int, 0, "steps"),
         "Compare the weights and the optimizer state of all ranks bit by bit, after the first step "
-        "(the second of an optimizer of TensorFlow or Keras), and then every so many (of a tape "
-        "only these): what differs is an error "
-        "that names it (see troubleshooting.md); 0 is never.",
+        "and then every so many; a difference is an error (see troubleshooting.md). 0 is never.",
         flag="--check-weights", yaml="weights_check.steps", alias=False,
     )  # fmt: skip
     stall_check_disable: bool = setting(
@@ -261,8 +259,7 @@ class JobSettings(CollectiveSettings):
     ps_workers: str = setting(
         "mpi", "PS_WORKERS", choice(*PS_WORKERS),
         "Parameter server: workers are the ranks of a job (mpi), or processes that may be lost, "
-        "return, come and leave, and have no collectives (independent). Processes that are started "
-        "by hand are independent where this is not set.",
+        "return, come and leave, and have no collectives (independent; the default by hand).",
         flag="--ps-workers", yaml="parameter_server.workers", alias=False,
     )  # fmt: skip
     ps_snapshot: str = setting(
@@ -320,9 +317,8 @@ class Config(JobSettings):
     devices: str = setting(
         "auto", "DEVICES", str,
         "Which library runs collectives in the memory of accelerators: auto (the vendor's, where "
-        "all ranks have it), off (all tensors go through host memory), or the name of one; nccl is "
-        "hvdlite's own binding to the NCCL that is installed; gloo "
-        "lets tensors on the CPU take the way of an accelerator, for tests.",
+        "all ranks have it), off (all tensors go through host memory), or the name of one (see "
+        "devices.md).",
         flag="--devices", yaml="params.devices", alias=False,
     )  # fmt: skip
     device_allreduce: str = setting(

@@ -4,12 +4,12 @@ A *round* is the time from the moment in which one rank begins to send a small m
 of another host has it, and sends one itself. A host has one link, which all its ranks share, and
 which carries as much in as out at once. While it carries one piece, ranks work on another, so
 
-    seconds = call + rounds x message + max(wire, work)
+    seconds = call + rounds x message + blocks x stretch + max(wire, work)
 
 Every time depends on the number of hosts, the bytes of a tensor, and figures that were measured
 (``python -m hvdlite.bench``) or are the defaults below. All ranks have the same figures, and use no
 function of them but sums, products and comparisons, so that all come to the same choice.
-docs/scaling.md derives the formulas, and compares them with measurements. This module does no I/O.
+docs/scaling.md compares the model with measurements, and predicts by it. This module does no I/O.
 """
 
 from __future__ import annotations
