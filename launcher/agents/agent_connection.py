@@ -78,6 +78,11 @@ class AgentConnection:
             return True
         return self.channel.beat(now, silence_seconds)
 
+    def last_words(self) -> tuple[str, int | None]:
+        """Return what the process that leads to the agent has said, and its exit code."""
+        leader = self.leader
+        return (leader.said().strip(), leader.code) if leader else ("", None)
+
     def let_end(self) -> None:
         """Let the agent end: it ends what is left of its ranks."""
         if self.channel is not None:

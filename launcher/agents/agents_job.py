@@ -8,16 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
-from hvdlite.launcher.agents.agent_starters import (
-    AgentStarter,
-    SpawnedAgents,
-    kill_groups,
-    remove_here,
-)
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.agents.channel import squeeze
 from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
 from hvdlite.launcher.agents.group_agents import GroupAgents, make_group
+from hvdlite.launcher.agents.host_agents import AgentUser, HostAgents, kill_groups
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.agents.merged_meeting import MergedMeeting
 from hvdlite.launcher.command_line.launcher_choice import GROUPS
@@ -34,7 +29,7 @@ ABOUT_PROCESSES = {"started", "output", "raised", "part", "exit"}
 LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.
 
 
-class AgentsJob(FixedJob):
+class AgentsJob(FixedJob, AgentUser):
     """See `FixedJob`."""
 
     name = "the agents"
@@ -44,71 +39,47 @@ class AgentsJob(FixedJob):
         launcher_environ: Mapping[str, str], scheduler: HostedScheduler | None = None,
     ) -> None:  # fmt: skip
         super().__init__(options, environ)
-        self.agents = [
-            AgentConnection(host, self.loop, self._received, self._lost) for host in hosts
-        ]
-        self._starter = self._make_starter(launcher_environ)
-        self._description = JobDescription(options, environ, hosts)
+        self._description = description = JobDescription(options, environ, hosts)
+        self._hands: HostAgents
+        if options.launcher in GROUPS:
+            names = [host.name for host in hosts]
+            group = make_group(options.launcher, names, options, launcher_environ)
+            self._hands = GroupAgents(group, self, description, launcher_environ, self)
+        else:
+            self._hands = HostAgents(self, description, launcher_environ, self)
+        self.agents = [self._hands.add(host) for host in hosts]
         self._cluster: ClusterProcesses | None = None  # Servers, and workers that are no ranks.
         if scheduler is not None and options.cluster is not None:
             self._cluster = ClusterProcesses(
-                self, options.cluster, scheduler, self.agents, self._description
+                self, options.cluster, scheduler, self.agents, description
             )
         self._meeting = MergedMeeting(options.size)
         self._finished: list[int] = []  # Ranks that ended with code 0, which agents do not know.
         self._started = False
-        self._counts = False  # Whether somebody looks.
         self._ending = False
         self._failing = False
         self._failure: JobOutcome | None = None
         self._handlers: dict[str, Callable[..., None]] = {
-            "hello": self._hello, "ready": self._ready, "refused": self._refused,
             "gathered": self._gathered, "came": self._came, "withdrawn": self._withdrawn,
-            "live": self._live,
         }  # fmt: skip
         # What is said of a rank, whichever agent has it.
         self._of_ranks: dict[str, Callable[..., None]] = {
             "started": self.first_failure.started.__setitem__, "output": self.output.feed,
-            "raised": self._raised, "part": self._description.keep_answer, "exit": self._exit,
+            "raised": self._raised, "part": description.keep_answer, "exit": self._exit,
             "stall": lambda _, text: self.live.note(STALL, text),
             "answer": self.live.orders.receive,
         }  # fmt: skip
 
-    def _make_starter(self, environ: Mapping[str, str]) -> AgentStarter:
-        options, loop = self.options, self.loop
-        if options.launcher in GROUPS:
-            names = [agent.host.name for agent in self.agents]
-            group = make_group(options.launcher, names, options, environ)
-            return GroupAgents(self.agents, group, loop)
-        return SpawnedAgents(self.agents, options, environ, loop)
-
     def describe(self) -> list[str]:
-        return [*self._starter.describe(), shlex.join(self.options.command)]
+        return [*self._hands.describe(), shlex.join(self.options.command)]
 
     # -- the start
 
     def start(self) -> None:
-        self._starter.start()
+        self._hands.start()
 
-    def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
-        if not self._ending:
-            self._starter.agent_came()
-        agent.folder = hello["folder"]
-        name = agent.host.name
-        if why := reason_to_refuse(hello, with_call=self.options.call is not None):
-            self._fail(f"host {name} {why}")
-            return
-        agent.send("job", self._description.for_host(agent.host))
-
-    def _ready(self, agent: AgentConnection) -> None:
-        agent.ready = True
-        if self._counts:
-            agent.send("count")
-        agent.feed(self._description.messages_of_files(agent.host), lambda: self._supplied(agent))
-
-    def _supplied(self, agent: AgentConnection) -> None:
+    def supplied(self, agent: AgentConnection) -> None:
         """Start all ranks once each agent has the files that they need."""
-        agent.supplied = True
         if not self._late and not self._ending:
             self._started = True
             for each in self.agents:
@@ -117,8 +88,8 @@ class AgentsJob(FixedJob):
             if self._cluster is not None:
                 self._cluster.start_servers()
 
-    def _refused(self, agent: AgentConnection, text: str) -> None:
-        self._fail(f"host {agent.host.name} {text}")
+    def refused(self, agent: AgentConnection, why: str) -> None:
+        self._fail(f"host {agent.host.name} {why}")
 
     def _fail(self, sentence: str) -> None:
         """End the start of the job: no rank runs yet."""
@@ -128,34 +99,36 @@ class AgentsJob(FixedJob):
 
     def _stop_start(self) -> None:
         self._ending = True
-        self._starter.stop()
+        self._hands.stop()
         for agent in self.agents:
             agent.dismiss()
 
     # -- while ranks run
 
     def running(self) -> bool:
-        return self._starter.busy() or any(agent.connected for agent in self.agents)
+        return self._hands.busy() or any(agent.connected for agent in self.agents)
 
     def look(self, now: float) -> None:
-        if not self._started and (why := self._starter.failure()):
+        if not self._started and (why := self._hands.failure()):
             self._fail(why)
         self._tell_of_failure()
         if self._cluster is not None and not self._ending:
             self._look_for_end()
         self._tell_who_is_missing()
         self._tell_who_has_finished()
-        silence = self._description.silence_seconds
-        for agent in self.agents:
-            if agent.host.remote and not agent.beat(now, silence):
-                agent.kill()
-                self._lose(agent, has_not_answered(silence))
+        self._hands.look(now)
+
+    def silent(self, agent: AgentConnection, seconds: float) -> None:
+        agent.kill()
+        self._lose(agent, has_not_answered(seconds))
+
+    def overdue(self, agent: AgentConnection, seconds: float) -> None:
+        pass  # The start as a whole has a limit.
 
     def keep_alive(self) -> None:
-        for agent in self.agents:
-            agent.beat(time.monotonic(), self._description.silence_seconds)
+        self._hands.keep_alive()
 
-    def _received(self, agent: AgentConnection, kind: str, fields: list[Any]) -> None:
+    def said(self, agent: AgentConnection, kind: str, fields: list[Any]) -> None:
         cluster = self._cluster
         if cluster is not None and kind in ABOUT_PROCESSES and cluster.owns(fields[0]):
             cluster.received(kind, fields[0], fields[1:])
@@ -169,19 +142,13 @@ class AgentsJob(FixedJob):
     def _raised(self, rank: int, words: str) -> None:
         self.first_failure.receive("raised", rank, words.split())
 
-    def _live(self, agent: AgentConnection, lines: dict[int, str]) -> None:
-        self.live.receive(agent.host.name, lines)
-
     def order(self, number: int, line: str) -> str:
         for agent in self._agents_of([number]):
             agent.send("order", number, line)
         return ""
 
     def let_count(self) -> None:
-        self._counts = True
-        for agent in self.agents:
-            if agent.ready:
-                agent.send("count")
+        self._hands.let_count()
 
     def _exit(self, rank: int, code: int) -> None:
         self.first_failure.end(rank, code)
@@ -226,16 +193,16 @@ class AgentsJob(FixedJob):
     def _withdrawn(self, agent: AgentConnection, members: list[int], number: int) -> None:
         self._meeting.withdraw(members, number, agent.host.ranks)
 
-    def _lost(self, agent: AgentConnection) -> None:
+    def lost(self, agent: AgentConnection) -> None:
         """Look whether the channel of an agent has ended as it should, or too early."""
         if self._ending and not self._left(agent):
             return
-        said, code = (agent.leader.said(), agent.leader.code) if agent.leader else ("", None)
+        said, code = agent.last_words()
         if not self._started:
             self._fail(explain_agent(agent.host.name, said, code))
         elif agent.host.remote:
             agent.gone = True
-            self._lose(agent, f"closed its connection: {said.strip() or 'its agent has ended'}")
+            self._lose(agent, f"closed its connection: {said or 'its agent has ended'}")
         else:
             self._lose(agent, f"lost its agent: it {spell_end(code)}")
 
@@ -296,17 +263,10 @@ class AgentsJob(FixedJob):
 
     def abandon(self) -> None:
         self._ending = True
-        for agent in self.agents:
-            agent.kill()
-        self._starter.abandon()
+        self._hands.abandon()
 
     def finish(self) -> None:
-        # What has closed its channel ends by itself.
-        end = time.monotonic() + LAST_SECONDS
-        for leader in (agent.leader for agent in self.agents):
-            if leader is not None:
-                leader.wait(end - time.monotonic())
-        self._starter.finish(end - time.monotonic())
+        self._hands.finish(LAST_SECONDS)
 
     def late(self, missing: list[int]) -> list[int]:
         # Ranks start when all agents have their files.
@@ -316,19 +276,9 @@ class AgentsJob(FixedJob):
         return self._failure
 
     def close(self) -> None:
-        for agent in self.agents:
-            abandoned = agent.leader is not None and agent.leader.code != 0
-            agent.close()
-            if abandoned and not agent.host.remote:
-                remove_here(agent, self._pids(agent))
-            if agent.gone:
-                self._starter.tidy(agent, self._pids(agent))
-        self._starter.close()
-
-    def _pids(self, agent: AgentConnection) -> list[int]:
-        """Return the processes of an agent that have not ended well, as far as it has told."""
         heard = self.first_failure
-        return [
-            heard.started[rank] for rank in agent.host.ranks
-            if heard.started.get(rank) and heard.codes.get(rank) != 0
-        ]  # fmt: skip
+        for agent in self.agents:
+            started = {rank: heard.started.get(rank, 0) for rank in agent.host.ranks}
+            left = [pid for rank, pid in started.items() if pid and heard.codes.get(rank) != 0]
+            self._hands.clean_up(agent, left, there=agent.gone)
+        self._hands.close()

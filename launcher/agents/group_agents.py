@@ -15,12 +15,14 @@ from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.agent_connection import AgentConnection
-from hvdlite.launcher.agents.agent_starters import AgentStarter
 from hvdlite.launcher.agents.call_back import NAMED_BY_VARIABLE, Listener
+from hvdlite.launcher.agents.host_agents import AgentUser, HostAgents
+from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.launcher_choice import SRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.ssh import agent_command, agent_path
+from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.platforms.steps import (
     NODE_NAME,
     NOISE,
@@ -30,7 +32,6 @@ from hvdlite.launcher.platforms.steps import (
     jsrun_command,
     resource_file,
 )
-from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.leading_process import LeadingProcess
 
 # How srun tells, before all agents are there, that one will not come.
@@ -51,11 +52,15 @@ class Group:
     clean_up: Callable[[], None] = lambda: None  # when all agents are there; may come twice
 
 
-class GroupAgents(AgentStarter):
-    """See `AgentStarter`."""
+class GroupAgents(HostAgents):
+    """Agents that the program of a `group` starts."""
 
-    def __init__(self, agents: Sequence[AgentConnection], group: Group, loop: EventLoop) -> None:
-        self._agents, self._group, self._loop = agents, group, loop
+    def __init__(
+        self, group: Group, job: Job, description: JobDescription, environ: Mapping[str, str],
+        user: AgentUser,
+    ) -> None:  # fmt: skip
+        super().__init__(job, description, environ, user)
+        self._group, self._loop = group, job.loop
         self._listener: Listener | None = None
         self._program: LeadingProcess | None = None
         self._stopped = False
@@ -64,8 +69,9 @@ class GroupAgents(AgentStarter):
         return [shlex.join(self._group.command([*agent_command(), "HOST:PORT"]))]
 
     def start(self) -> None:
-        hosts = [agent.host.name for agent in self._agents]
-        self._listener = Listener(self._loop, hosts, self._called)
+        if self._program is not None:
+            return
+        self._listener = Listener(self._loop, list(self.present), self._called)
         environ = {
             **self._group.environ,
             **self._listener.variables,
@@ -76,7 +82,7 @@ class GroupAgents(AgentStarter):
         self._program = LeadingProcess(command, environ, self._loop, signal.SIGTERM)
 
     def _called(self, connection: socket.socket, name: str) -> None:
-        agent = dict(zip(self._group.names, self._agents, strict=True)).get(name)
+        agent = dict(zip(self._group.names, self.present.values(), strict=True)).get(name)
         if agent is None or agent.channel is not None:
             connection.close()
             return
@@ -86,7 +92,7 @@ class GroupAgents(AgentStarter):
             self._group.clean_up()
 
     def _absent(self) -> list[str]:
-        return [agent.host.name for agent in self._agents if agent.channel is None]
+        return [name for name, agent in self.present.items() if agent.channel is None]
 
     def stop(self) -> None:
         self._stopped = True
@@ -124,6 +130,7 @@ class GroupAgents(AgentStarter):
         return [line.strip() for line in said.splitlines()]
 
     def abandon(self) -> None:
+        super().abandon()
         if self._program is not None:
             self._program.signal(signal.SIGKILL)
 
@@ -131,7 +138,11 @@ class GroupAgents(AgentStarter):
         if self._program is not None:
             self._program.wait(seconds)
 
+    def clean_up(self, agent: AgentConnection, groups: list[int], *, there: bool = True) -> None:
+        agent.close()  # No ssh leads to the host.
+
     def close(self) -> None:
+        super().close()
         if self._listener is not None:
             self._listener.close()
         if self._program is not None:

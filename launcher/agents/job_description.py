@@ -25,8 +25,12 @@ class JobDescription:
     def __init__(
         self, options: LaunchOptions, environ: Mapping[str, str], hosts: tuple[AgentHost, ...]
     ) -> None:
-        self.silence_seconds = Config.from_environ(environ).peer_timeout_seconds
         self._options, self._environ = options, environ
+        elastic = options.elastic
+        self._silence_seconds = (
+            elastic.host_timeout_seconds if elastic
+            else Config.from_environ(environ).peer_timeout_seconds
+        )  # fmt: skip
         self._places = places([host.name for host in hosts for _ in host.ranks])
         self._secret = os.urandom(16).hex()
         self._token = f"hvdlite-rank-{os.urandom(8).hex()}"
@@ -34,7 +38,7 @@ class JobDescription:
 
     def for_host(self, host: AgentHost) -> dict[str, Any]:
         """Return what the agent of `host` must know before it starts ranks."""
-        environ, pod = self._environ, self._options.torch_pod
+        environ, pod, elastic = self._environ, self._options.torch_pod, self._options.elastic
         names = names_for_other_hosts(environ) if host.remote else environ
         return {
             "directory": self._directory,
@@ -47,10 +51,15 @@ class JobDescription:
             "rendezvous": str(pod.master) if pod else "",  # Empty: at the agent.
             "token": self._token,
             "bind": binds_ranks(self._options.binding_args),
-            "silence_seconds": self.silence_seconds if host.remote else 0.0,
-            "elastic": False,
+            "silence_seconds": self.silence_of(host),
+            "elastic": elastic is not None,
+            "worker_silence_seconds": elastic.worker_timeout_seconds if elastic else 0.0,
             "call": None if host.remote else self._options.call,
         }
+
+    def silence_of(self, host: AgentHost) -> float:
+        """Return after how many seconds of silence launcher and agent lose each other; 0: never."""
+        return self._silence_seconds if host.remote else 0.0
 
     def for_rank(self, host: AgentHost, rank: int) -> dict[str, Any]:
         """Return what the agent must know to start `rank`."""

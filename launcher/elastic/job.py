@@ -15,7 +15,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions import termination_plan as ending
 from hvdlite.launcher.decisions.termination_plan import Plan
 from hvdlite.launcher.elastic.discovery import DiscoveryScript
-from hvdlite.launcher.elastic.host_agents import HostAgents
+from hvdlite.launcher.elastic.workers import ElasticWorkers
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.jobs.outcome import JobOutcome, signal_outcome
 
@@ -41,10 +41,10 @@ class ElasticJob(Job):
     ) -> None:  # fmt: skip
         super().__init__(options, environ)
         assert options.elastic is not None
-        self.agents = HostAgents(
+        self.hands = ElasticWorkers(
             options.elastic, self, lambda host: self._hosts[host], launcher_environ
         )
-        self.driver = self.agents.driver
+        self.driver = self.hands.driver
         self._hosts: dict[str, int] = {}  # The slots of all hosts that were ever discovered.
         self._script: DiscoveryScript | None = None
         if options.elastic.discovery_script is not None:
@@ -62,17 +62,17 @@ class ElasticJob(Job):
             self.driver.discovered(self._hosts, self.loop.now())
 
     def running(self) -> bool:
-        return self.agents.finish is None or bool(self.agents.workers)
+        return self.hands.finish is None or bool(self.hands.workers)
 
     def keep_alive(self) -> None:
-        self.agents.keep_alive()
+        self.hands.agents.keep_alive()
 
     def order(self, number: int, line: str) -> str:
-        self.agents.workers.order(number, line)
+        self.hands.workers.order(number, line)
         return ""
 
     def let_count(self) -> None:
-        self.agents.let_count()
+        self.hands.agents.let_count()
 
     # -- discovery
 
@@ -83,9 +83,9 @@ class ElasticJob(Job):
     # -- the loop
 
     def wait(self, *times: float) -> float:
-        script = self._script if self.agents.finish is None else None
-        now = self.agents.wait(*times, *([] if script is None else [script.due]))
-        if script is not None and self.agents.finish is None:
+        script = self._script if self.hands.finish is None else None
+        now = self.hands.wait(*times, *([] if script is None else [script.due]))
+        if script is not None and self.hands.finish is None:
             script.look(now)
         self.driver.tick(now)
         return now
@@ -94,39 +94,39 @@ class ElasticJob(Job):
         number = self.signals.take()
         if number not in (None, ending.REPEATED):
             self.driver.stop(128 + number, f"ended by {signal.Signals(number).name}", now)
-        self.agents.carry_out()
+        self.hands.carry_out()
         if number is not None:
             return ending.AFTER_SIGNAL.get(number, ending.AFTER_SIGTERM)
-        over = self.agents.finish is not None and self.ending is None
+        over = self.hands.finish is not None and self.ending is None
         return AFTER_FINISH if over else None
 
     # -- the end
 
     def signal_all(self, number: int) -> None:
-        self.agents.signal_all(number)
+        self.hands.signal_all(number)
 
     def abandon(self) -> None:
-        self.agents.let_end()
-        self.agents.close()
+        self.hands.let_end()
+        self.hands.close()
 
     def finish(self) -> None:
         """Wait for the agents; what they have to say is read meanwhile."""
-        self.agents.let_end()
+        self.hands.let_end()
         deadline = time.monotonic() + LAST_SECONDS
-        while self.agents.running() and (left := deadline - time.monotonic()) > 0:
+        while self.hands.running() and (left := deadline - time.monotonic()) > 0:
             if self.signals.take() == ending.REPEATED:
                 return
             self.loop.run_once(min(left, POLL_SECONDS))
-            self.agents.look(time.monotonic())
+            self.hands.look(time.monotonic())
 
     def conclude(self) -> JobOutcome:
         if self.signals.received is not None:
             return signal_outcome(self.signals.received)
-        finish = self.agents.finish
+        finish = self.hands.finish
         assert finish is not None
         return JobOutcome(finish.code, finish.sentence, results=finish.results)
 
     def close(self) -> None:
         if self._script is not None:
             self._script.close()
-        self.agents.close()
+        self.hands.close()

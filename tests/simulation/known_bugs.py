@@ -13,12 +13,12 @@ from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.response_memory import ResponseMemory
+from hvdlite.launcher.agents.host_agents import HostAgents
 from hvdlite.launcher.decisions import hosts
 from hvdlite.launcher.decisions.hosts import order_hosts
 from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
-from hvdlite.launcher.elastic.host_agents import HostAgents
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.scheduler.scheduler import Scheduler
 from hvdlite.ps.server.migration import Migration
@@ -212,13 +212,13 @@ ELASTIC_BUGS["a host is used again while its workers end"] = lambda: patch.objec
 
 def _start_at_once(self: HostAgents) -> None:
     leaving, self._leaving = self._leaving, {}
-    _start_next(self)
+    _start(self)
     self._leaving = leaving
 
 
-_start_next = HostAgents._start_next
+_start = HostAgents.start
 ELASTIC_BUGS["an agent starts while the workers of its predecessor end"] = lambda: patch.object(
-    HostAgents, "_start_next", _start_at_once
+    HostAgents, "start", _start_at_once
 )
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
     cluster, "_sync", lambda file: None

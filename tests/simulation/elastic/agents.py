@@ -1,6 +1,6 @@
 """The agents of an elastic job in a world, and what starts them: the launcher's own code.
 
-`HostAgents` is the real one, with what it keeps of workers. Its connections and agents are played:
+`ElasticWorkers` and `HostAgents` are the real ones. Its connections and agents are played:
 an agent starts workers and passes their words on, and ends them where it hears nothing any more.
 """
 
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from hvdlite.common.connections.frames import unpack
+from hvdlite.launcher.agents import host_agents
 from hvdlite.launcher.agents.agent_connection import AgentHost
 from hvdlite.launcher.agents.channel import VERSION, unsqueeze
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
-from hvdlite.launcher.elastic import host_agents, worker_processes
-from hvdlite.launcher.elastic.host_agents import HostAgents
+from hvdlite.launcher.elastic import workers
+from hvdlite.launcher.elastic.workers import ElasticWorkers
 from tests.simulation.elastic.laws import Watched, seeded
 from tests.simulation.elastic.programs import FROM_LAUNCHER, SILENCE_SECONDS, TO_LAUNCHER
 from tests.simulation.elastic.workers import Worker
@@ -41,10 +42,6 @@ class Leader:
             return 255
         agent = self.agent
         return None if agent.lives or any(each.lives for each in agent.workers.values()) else 0
-
-    def said(self) -> str:
-        """Return what it has printed."""
-        return "ssh: No route to host" if self.failed else ""
 
 
 LOOK_SECONDS = 0.1  # Between two looks at what is silent.
@@ -87,6 +84,9 @@ class Agent:
         if self._lost_at is not None:
             silent = max(silent, self._world.now - self._lost_at)
         return not self.ready or silent < silence_seconds
+
+    def last_words(self) -> tuple[str, int | None]:
+        return "ssh: No route to host" if self.leader.failed else "", self.leader.code
 
     def dismiss(self) -> None:
         self.close()
@@ -192,7 +192,7 @@ class Agent:
                 self.job.collectives.end(worker, seen_after)
 
 
-class Launcher(Watched, HostAgents):
+class Launcher(Watched, ElasticWorkers):
     """The launcher's part, whose commands are checked."""
 
     job: ElasticJob
@@ -257,19 +257,16 @@ class _Description:
     def for_host(self, _host: AgentHost) -> dict[str, Any]:
         return {}
 
+    def silence_of(self, host: AgentHost) -> float:
+        return SILENCE_SECONDS if host.remote else 0.0
+
     def messages_of_files(self, _host: AgentHost) -> Iterator[tuple[Any, ...]]:
         return iter(())
 
 
-class _Starter:
-    """Has the method of `SpawnedAgents` that is used."""
-
-    def __init__(self, *_: object) -> None:
-        """See `SpawnedAgents`."""
-
-    def begin(self, agent: Agent) -> None:
-        world = agent.job.world
-        world.after(0.2 * world.lot.random(), agent.begin)
+def _begin(_agents: object, agent: Agent) -> None:
+    world = agent.job.world
+    world.after(0.2 * world.lot.random(), agent.begin)
 
 
 @contextmanager
@@ -277,9 +274,9 @@ def around(job: ElasticJob) -> Iterator[None]:
     """Be what is outside of the launcher's code."""
     clock = SimpleNamespace(monotonic=job.clock)
     stand_ins: list[tuple[Any, str, Any]] = [
-        (host_agents, "time", clock), (worker_processes, "time", clock),
-        (host_agents, "AgentConnection", Agent), (host_agents, "SpawnedAgents", _Starter),
-        (host_agents, "JobDescription", _Description),
+        (host_agents, "time", clock), (workers, "time", clock),
+        (host_agents, "AgentConnection", Agent), (host_agents.HostAgents, "_begin", _begin),
+        (workers, "JobDescription", _Description),
         (host_agents, "removal_command", lambda *_: []),
         (host_agents, "LeadingProcess", lambda *_: SimpleNamespace(code=0, close=lambda: None)),
     ]  # fmt: skip

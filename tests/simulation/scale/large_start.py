@@ -35,7 +35,7 @@ from hvdlite.common.transport.tcp.addresses import Card, Endpoint
 from hvdlite.launcher.agents.channel import unsqueeze
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import ElasticPlan
-from hvdlite.launcher.elastic import worker_processes
+from hvdlite.launcher.elastic import workers
 from hvdlite.launcher.elastic.driving import Driving
 from tests.simulation.world import Process, World
 
@@ -282,7 +282,7 @@ class Launcher(Driving):
         live = SimpleNamespace(note=nothing, orders=SimpleNamespace(receive=nothing))
         job: Any = SimpleNamespace(options=options, output=output, live=live)
         description: Any = SimpleNamespace(keep_answer=nothing)
-        self.workers = worker_processes.WorkerProcesses(job, description, self.driver)
+        self.workers = workers.WorkerProcesses(job, description, self.driver)
 
     # -- messages
 
@@ -332,7 +332,7 @@ class Launcher(Driving):
 
     def _run(self, action: Callable[[], object]) -> None:
         began = time.thread_time()
-        with patch.object(worker_processes, "time", SimpleNamespace(monotonic=self.world.clock)):
+        with patch.object(workers, "time", SimpleNamespace(monotonic=self.world.clock)):
             action()
         self.seconds += time.thread_time() - began
 
