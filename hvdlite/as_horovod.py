@@ -48,7 +48,7 @@ PARTS = {
 # The modules with the driver of elastic jobs for tools that start the workers by themselves.
 RUNNER_PARTS = {
     "constants": "horovod_types",
-    "discovery": "discovery",
+    "discovery": "horovod_types",
     "driver": "horovod_driver",
     "registration": "horovod_types",
     "rendezvous": "horovod_driver",

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
 from hvdlite.launcher.elastic.direct_job import DirectJob
-from hvdlite.launcher.elastic.discovery import HostDiscovery
+from hvdlite.launcher.elastic.horovod_types import HostDiscovery
 from hvdlite.launcher.function_rank import Raised
 from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.ray.fixed_workers import (

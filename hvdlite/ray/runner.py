@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hvdlite.launcher.elastic.direct_job import make_plan
-from hvdlite.launcher.elastic.discovery import HostDiscovery
+from hvdlite.launcher.elastic.horovod_types import HostDiscovery
 from hvdlite.missing_names import with_remedy
 from hvdlite.ray.elastic_workers import ElasticWorkers, RayHostDiscovery
 from hvdlite.ray.fixed_workers import FixedWorkers, Workers

@@ -45,8 +45,13 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.agent_process.agent_folder import LIVE, AgentFolder
-from hvdlite.launcher.agent_process.rank_process import RankProcess, RankStart, RankVariables
+from hvdlite.launcher.agent_process.rank_process import (
+    LIVE,
+    AgentFolder,
+    RankProcess,
+    RankStart,
+    RankVariables,
+)
 from hvdlite.launcher.agent_process.relay import HostMeeting, WorkerRelay
 from hvdlite.launcher.agents.channel import (
     BEATS,
@@ -322,7 +327,7 @@ def main(arguments: list[str]) -> int:
         try:
             agent = Agent(read_fd, write_fd, signals)
         except OSError as error:
-            from hvdlite.launcher.hosts.unreachable import CANNOT_RUN
+            from hvdlite.launcher.hosts.ssh import CANNOT_RUN
             from hvdlite.launcher.processes.error_text import spell_os_error
 
             print(f"{CANNOT_RUN}cannot run the job: {spell_os_error(error)}", file=sys.stderr)

@@ -16,8 +16,7 @@ from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
 from hvdlite.common.membership.server import WorkerServer
-from hvdlite.launcher.agent_process.agent_folder import AgentFolder
-from hvdlite.launcher.agent_process.rank_process import RankProcess
+from hvdlite.launcher.agent_process.rank_process import AgentFolder, RankProcess
 from hvdlite.launcher.agents.channel import Channel, unsqueeze
 from hvdlite.launcher.processes.event_loop import EventLoop
 

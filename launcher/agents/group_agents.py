@@ -23,7 +23,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.ssh import agent_command, agent_path
 from hvdlite.launcher.jobs.job import Job
-from hvdlite.launcher.platforms.steps import (
+from hvdlite.launcher.platforms.batch_systems import (
     NODE_NAME,
     NOISE,
     TASK_NUMBER,

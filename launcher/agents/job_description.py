@@ -14,7 +14,7 @@ from hvdlite.launcher.command_line.debug_rank import terminals
 from hvdlite.launcher.command_line.launcher_choice import SRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.jobs.passed_variables import names_for_other_hosts
-from hvdlite.launcher.mpirun.user_arguments import binds_ranks
+from hvdlite.launcher.mpirun.mpi import binds_ranks
 
 SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 

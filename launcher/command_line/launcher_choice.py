@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config
-from hvdlite.launcher.platforms.allocation import LSF, SLURM, Allocation
+from hvdlite.launcher.platforms.batch_systems import LSF, SLURM, Allocation
 
 AUTO, SSH, SRUN, JSRUN, MPIRUN = "auto", "ssh", "srun", "jsrun", "mpirun"
 GROUPS = (SRUN, JSRUN)  # One program starts all agents of an allocation.

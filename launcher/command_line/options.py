@@ -30,8 +30,13 @@ from hvdlite.launcher.command_line.launcher_choice import (
 from hvdlite.launcher.command_line.live_options import NOT_SHOWN, LiveOptions, live_options
 from hvdlite.launcher.hosts.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
 from hvdlite.launcher.hosts.resources import cores
-from hvdlite.launcher.mpirun.user_arguments import BINDING_FLAGS, flags_in
-from hvdlite.launcher.platforms.allocation import SLURM, Allocation, find_allocation
+from hvdlite.launcher.mpirun.mpi import BINDING_FLAGS, flags_in
+from hvdlite.launcher.platforms.batch_systems import (
+    SLURM,
+    Allocation,
+    compute_hosts,
+    find_allocation,
+)
 from hvdlite.launcher.platforms.kubernetes import (
     LauncherPod,
     TorchPod,
@@ -39,7 +44,6 @@ from hvdlite.launcher.platforms.kubernetes import (
     find_torch_pod,
     with_own_pod_local,
 )
-from hvdlite.launcher.platforms.steps import compute_hosts
 
 # Flags that become fields of `Options` as they are.
 AS_GIVEN = ("ssh_port", "ssh_identity_file", "tcp", "as_horovod", "torchrun_env", "debug_rank",

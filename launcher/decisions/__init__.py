@@ -10,12 +10,11 @@ The driver of an elastic job, in reading order:
     commands          what the user asked for, and what the driver wants done
     driver            the events, and what follows from each
     world_changes     one world after another: resets, who is in the next, what ranks are told
-    worlds            a world, who gives the state to whom, and the way from one to the next
     requirements      what the next world waits for
     losses            workers and hosts that are lost, and how a job ends that has no rank left
     failures          when a failed slot is tried again, and how long a failed host stays away
     placement         where agents and workers are started and ended
-    workers           the workers
+    workers           the workers, their worlds, and who gives the state to whom
     hosts             the hosts and their agents, and which comes first
     lines             what the terminal shows
 """

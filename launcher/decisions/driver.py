@@ -10,12 +10,11 @@ from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import Command, ElasticPlan, Finish, Say, Tell
 from hvdlite.launcher.decisions.failures import RESETS_AFTER_EXCEPTIONS, Cooldowns, Failures
 from hvdlite.launcher.decisions.hosts import Hosts
-from hvdlite.launcher.decisions.losses import NO_PREVIOUS_HOSTS, JobEnd, Losses
-from hvdlite.launcher.decisions.placement import Placement
+from hvdlite.launcher.decisions.losses import NO_PREVIOUS_HOSTS, Losses
+from hvdlite.launcher.decisions.placement import Parts, Placement
 from hvdlite.launcher.decisions.requirements import Requirements
-from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
+from hvdlite.launcher.decisions.workers import NoStateError, Stage, Worker, Workers
 from hvdlite.launcher.decisions.world_changes import HostChanges, WorldChanges
-from hvdlite.launcher.decisions.worlds import NoStateError
 
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
 NO_STATE = "nobody holds the last commit (number {0}) any more, so the job cannot go on"
@@ -46,14 +45,12 @@ class Driver:
         self._failures = Failures()
         cooldowns = Cooldowns(plan.cooldown, uniform)
         self._hosts = Hosts(cooldowns, plan.start_timeout, plan.host_timeout_seconds)
-        order = self._order
-        self._placement = Placement(plan, self._hosts, self._workers, self._failures, order)
-        self._worlds = WorldChanges(plan, self._workers, self._placement, self._failures, order)
-        parts = (plan, self._hosts, self._workers, self._placement, self._worlds)
-        self._losses = Losses(*parts, self._failures, order)
-        self._requirements = Requirements(*parts)
-        self._job_end = JobEnd(*parts, self._losses)
-        self._changes = HostChanges(plan, self._workers, self._placement, self._worlds)
+        parts = Parts(plan, self._hosts, self._workers, self._failures, self._order)
+        self._placement = Placement(parts)
+        self._worlds = WorldChanges(parts, self._placement)
+        self._losses = Losses(parts, self._placement, self._worlds)
+        self._requirements = Requirements(parts, self._placement, self._worlds)
+        self._changes = HostChanges(parts, self._placement, self._worlds)
         self._discovery_error = ""
         self._held: set[str] = set()  # Hosts that have gone, and whose ranks stay, as was told.
 
@@ -312,7 +309,7 @@ class Driver:
         limit, reset = self.plan.reset_limit, self._worlds.reset
         if reset is not None and reset.regroup_at is not None and now < reset.regroup_at:
             return  # A rank has left its world, and who was lost is known in a moment.
-        end = self._job_end.reach(now)
+        end = self._losses.job_end(now)
         if end is not None and end.code == 0:
             return
         if self._beyond_limit and not self._losses.unwinding:
@@ -388,7 +385,7 @@ class Driver:
 
     def _finish_if_over(self, now: float) -> None:
         """End the job when no rank lives any more."""
-        end = self._job_end.reach(now)
+        end = self._losses.job_end(now)
         if end is not None:
             if end.code == 0 and self._losses.members():
                 self._say(f"the job is done: {self._losses.text} after its script was done")

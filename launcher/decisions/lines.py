@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from hvdlite.launcher.decisions.workers import Worker
-from hvdlite.launcher.decisions.worlds import Reset, World
+from hvdlite.launcher.decisions.workers import Reset, Worker, World
 
 MOST_PARTS = 6  # A longer list of ranks is cut.
 EXIT_CODE = "exit code"  # What the end of a job says of each worker that ended with an error.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hvdlite.launcher.decisions import lines
-from hvdlite.launcher.decisions.commands import Command, DropAgent, ElasticPlan, Finish, Say
-from hvdlite.launcher.decisions.failures import FOREVER, Failure, Failures
-from hvdlite.launcher.decisions.hosts import Hosts
-from hvdlite.launcher.decisions.placement import Placement
-from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
+from hvdlite.launcher.decisions.commands import DropAgent, Finish, Say
+from hvdlite.launcher.decisions.failures import FOREVER, Failure
+from hvdlite.launcher.decisions.placement import Parts, Placement
+from hvdlite.launcher.decisions.workers import Stage, Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
 
 # How long a process may run on after its connection has broken: the kernel takes a while to end one
@@ -34,19 +33,10 @@ NOT_ELASTIC_SCRIPT = (
 class Losses:
     """The workers that were lost since the last world, in the order of their ends."""
 
-    def __init__(
-        self,
-        plan: ElasticPlan,
-        hosts: Hosts,
-        workers: Workers,
-        placement: Placement,
-        worlds: WorldChanges,
-        failures: Failures,
-        order: Callable[[Command], None],
-    ) -> None:
-        self._plan, self._hosts, self._workers = plan, hosts, workers
-        self._placement, self._worlds, self._failures = placement, worlds, failures
-        self._order = order
+    def __init__(self, parts: Parts, placement: Placement, worlds: WorldChanges) -> None:
+        self._plan, self._hosts, self._workers = parts.plan, parts.hosts, parts.workers
+        self._failures, self._order = parts.failures, parts.order
+        self._placement, self._worlds = placement, worlds
         self.lost: list[Worker] = []
 
     @property
@@ -233,36 +223,15 @@ class Losses:
         limits = (self._end_limit(each) for each in self._workers.living())
         return min((limit for limit in limits if limit is not None), default=None)
 
+    # -- how a job ends that has no rank any more
 
-def _raised(cause: str, code: int) -> str:
-    return f"{cause} ({lines.EXIT_CODE} {code})"
-
-
-# How a job ends that has no rank any more.
-
-
-class JobEnd:
-    """Finds how a job ends, by what has become of its ranks or of its first workers."""
-
-    def __init__(
-        self,
-        plan: ElasticPlan,
-        hosts: Hosts,
-        workers: Workers,
-        placement: Placement,
-        worlds: WorldChanges,
-        losses: Losses,
-    ) -> None:
-        self._plan, self._hosts, self._workers = plan, hosts, workers
-        self._placement, self._worlds, self._losses = placement, worlds, losses
-
-    def reach(self, now: float) -> Finish | None:
+    def job_end(self, now: float) -> Finish | None:
         """Return how the job ends, or None while a rank lives or may still come.
 
         A job that fails waits for the tracebacks.
         """
         end = self._find_end(now)
-        return None if end is not None and end.code and self._losses.unwinding else end
+        return None if end is not None and end.code and self.unwinding else end
 
     def _find_end(self, now: float) -> Finish | None:
         worlds = self._worlds
@@ -273,10 +242,10 @@ class JobEnd:
         members = [self._workers[number] for number in worlds.members]
         if all(each.done for each in members):
             return self._success()
-        if self._losses.members():
-            text = f"no rank of world {worlds.world.epoch} is left: {self._losses.text}"
-            remedy = f". {NOT_ELASTIC_SCRIPT}" if self._losses.not_handled() else ""
-            return Finish(self._losses.code, text + remedy, ())
+        if self.members():
+            text = f"no rank of world {worlds.world.epoch} is left: {self.text}"
+            remedy = f". {NOT_ELASTIC_SCRIPT}" if self.not_handled() else ""
+            return Finish(self.code, text + remedy, ())
         if any(each.stage is Stage.RETURNED for each in members):
             return self._success()
         return Finish(1, NO_PREVIOUS_HOSTS, ())
@@ -288,17 +257,21 @@ class JobEnd:
             failed = all(each.stage is Stage.LOST and each.by_script for each in first)
             return self._no_start() if len(first) >= self._plan.num_proc and failed else None
         hosts = self._hosts.found or {}
-        if self._losses.lost and not any(self._hosts.may_return(host, now) for host in hosts):
+        if self.lost and not any(self._hosts.may_return(host, now) for host in hosts):
             return self._no_start()
         if self._worlds.kept() and not self._placement.vacancies(now):
-            return self._no_start() if self._losses.lost else self._success()
+            return self._no_start() if self.lost else self._success()
         return None
 
     def _no_start(self) -> Finish:
-        return Finish(self._losses.code, f"the job could not start: {self._losses.text}", ())
+        return Finish(self.code, f"the job could not start: {self.text}", ())
 
     def _success(self) -> Finish:
         for worker in (self._workers[number] for number in self._worlds.members):
             if worker.done:
                 worker.stage, worker.counts = Stage.RETURNED, True
         return Finish(0, "", self._worlds.results())
+
+
+def _raised(cause: str, code: int) -> str:
+    return f"{cause} ({lines.EXIT_CODE} {code})"

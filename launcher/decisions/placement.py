@@ -26,6 +26,17 @@ KILL_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What the classes share by which a driver decides; `order` adds a command."""
+
+    plan: ElasticPlan
+    hosts: Hosts
+    workers: Workers
+    failures: Failures
+    order: Callable[[Command], None]
+
+
+@dataclass(frozen=True)
 class Vacancy:
     """A slot that should have a worker, from the time `start_at` on.
 
@@ -41,16 +52,9 @@ class Vacancy:
 class Placement:
     """Gives each usable slot a worker, up to the most that the job may have."""
 
-    def __init__(
-        self,
-        plan: ElasticPlan,
-        hosts: Hosts,
-        workers: Workers,
-        failures: Failures,
-        order: Callable[[Command], None],
-    ) -> None:
-        self._plan, self._hosts, self._workers = plan, hosts, workers
-        self._failures, self._order = failures, order
+    def __init__(self, parts: Parts) -> None:
+        self._plan, self._hosts, self._workers = parts.plan, parts.hosts, parts.workers
+        self._failures, self._order = parts.failures, parts.order
         self._assigned: Sequence[str] = ()  # The hosts of the last world, each once.
         self._ranks: dict[int, int] = {}  # Of the last world, by the numbers of its workers.
 

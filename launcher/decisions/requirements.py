@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdlite.launcher.decisions import lines
-from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
-from hvdlite.launcher.decisions.hosts import Hosts
-from hvdlite.launcher.decisions.placement import Placement
-from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
+from hvdlite.launcher.decisions.commands import WAIT
+from hvdlite.launcher.decisions.placement import Parts, Placement
+from hvdlite.launcher.decisions.workers import Stage, Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
 
 LINE_SECONDS = 10.0
@@ -17,15 +16,8 @@ LINE_SECONDS = 10.0
 class Requirements:
     """The workers and slots that a next world needs, and since when slots have been missing."""
 
-    def __init__(
-        self,
-        plan: ElasticPlan,
-        hosts: Hosts,
-        workers: Workers,
-        placement: Placement,
-        worlds: WorldChanges,
-    ) -> None:
-        self._plan, self._hosts, self._workers = plan, hosts, workers
+    def __init__(self, parts: Parts, placement: Placement, worlds: WorldChanges) -> None:
+        self._plan, self._hosts, self._workers = parts.plan, parts.hosts, parts.workers
         self._placement, self._worlds = placement, worlds
         self.first_hosts: set[str] = set()  # Those of the first start; empty before it.
         self._unwanted: set[int] = set()  # As of the last event of another kind.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
 from hvdlite.launcher.decisions import lines
-from hvdlite.launcher.decisions.commands import WAIT, Command, ElasticPlan, Say, Tell
-from hvdlite.launcher.decisions.failures import Failures
-from hvdlite.launcher.decisions.placement import Placement
-from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
-from hvdlite.launcher.decisions.worlds import (
+from hvdlite.launcher.decisions.commands import WAIT, Say, Tell
+from hvdlite.launcher.decisions.placement import Parts, Placement
+from hvdlite.launcher.decisions.workers import (
     CheckAgreement,
     Reset,
+    Stage,
+    Worker,
     World,
     keep_order,
     make_world,
@@ -48,16 +48,9 @@ OLDER_SECONDS = 1.0
 class WorldChanges:
     """The world that runs, and the reset that leads to the next one, if there is any."""
 
-    def __init__(
-        self,
-        plan: ElasticPlan,
-        workers: Workers,
-        placement: Placement,
-        failures: Failures,
-        order: Callable[[Command], None],
-    ) -> None:
-        self._plan, self._workers, self._placement = plan, workers, placement
-        self._failures, self._order = failures, order
+    def __init__(self, parts: Parts, placement: Placement) -> None:
+        self._workers, self._placement = parts.workers, placement
+        self._failures, self._order = parts.failures, parts.order
         self.world: World | None = None
         self.member_set: frozenset[int] = frozenset()  # The members of the world.
         self.reset: Reset | None = None
@@ -248,11 +241,9 @@ class WorldChanges:
 class HostChanges:
     """The changes of hosts since the last world."""
 
-    def __init__(
-        self, plan: ElasticPlan, workers: Workers, placement: Placement, worlds: WorldChanges
-    ) -> None:
-        self._plan, self._workers, self._placement = plan, workers, placement
-        self._worlds = worlds
+    def __init__(self, parts: Parts, placement: Placement, worlds: WorldChanges) -> None:
+        self._plan, self._workers = parts.plan, parts.workers
+        self._placement, self._worlds = placement, worlds
         self._planned: dict[str, int] = {}  # The assignment that the ranks know of.
         self._awaited = False  # Hosts were added, and all ranks are to wait for their workers.
         self._ready_since: float | None = None  # When the first newcomer was ready.

@@ -19,8 +19,13 @@ from hvdlite.common.plain.config import Config
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
 from hvdlite.launcher.decisions.driver import Driver
-from hvdlite.launcher.elastic.discovery import DiscoveredHosts, HostDiscovery, HostManager
-from hvdlite.launcher.elastic.horovod_types import Results, SlotInfo
+from hvdlite.launcher.elastic.horovod_types import (
+    DiscoveredHosts,
+    HostDiscovery,
+    HostManager,
+    Results,
+    SlotInfo,
+)
 
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # Read at each use.
 ELASTIC_TIMEOUT_SECS = 600

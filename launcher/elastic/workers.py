@@ -18,7 +18,7 @@ from hvdlite.launcher.decisions.driver import Driver
 from hvdlite.launcher.decisions.lines import tells_of_world
 from hvdlite.launcher.elastic.driving import Driving, worker_variables
 from hvdlite.launcher.hosts.hosts import Host
-from hvdlite.launcher.hosts.unreachable import (
+from hvdlite.launcher.hosts.ssh import (
     explain_agent,
     explain_silence,
     has_not_answered,

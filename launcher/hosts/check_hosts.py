@@ -28,8 +28,13 @@ from hvdlite.launcher.hosts.host_report import HostReport
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.probe import MARK
 from hvdlite.launcher.hosts.resources import print_cores_script
-from hvdlite.launcher.hosts.ssh import agent_path, connect_seconds, ssh_command
-from hvdlite.launcher.hosts.unreachable import explain_agent, explain_silence
+from hvdlite.launcher.hosts.ssh import (
+    agent_path,
+    connect_seconds,
+    explain_agent,
+    explain_silence,
+    ssh_command,
+)
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.leading_process import READ_BYTES, LeadingProcess
 from hvdlite.launcher.processes.signals import interrupt_waits

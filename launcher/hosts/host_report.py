@@ -18,7 +18,7 @@ from hvdlite.launcher.hosts.host_facts import (
     Facts,
 )
 from hvdlite.launcher.hosts.probe import OTHER_HOST
-from hvdlite.launcher.hosts.unreachable import SAME_ENVIRONMENT
+from hvdlite.launcher.hosts.ssh import SAME_ENVIRONMENT
 
 OPEN = (
     "let TCP through the firewalls between the hosts, or the ports that HVDLITE_TCP_PORTS names "

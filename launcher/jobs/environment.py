@@ -14,9 +14,16 @@ from hvdlite.common.plain.nodelist import expand_nodelist
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.jobs.passed_variables import of_another_job
 from hvdlite.launcher.mpirun.commands import build_environment, keep_alive_arguments
-from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, library_of
-from hvdlite.launcher.mpirun.user_arguments import own_agent, parameter_given
-from hvdlite.launcher.platforms.allocation import is_task
+from hvdlite.launcher.mpirun.mpi import (
+    HYDRA,
+    OPENMPI,
+    SLURM,
+    Mpi,
+    library_of,
+    own_agent,
+    parameter_given,
+)
+from hvdlite.launcher.platforms.batch_systems import is_task
 
 # Python prints the stack of a rank that dies by SIGSEGV where this is not empty; "0" would count.
 FAULT_HANDLER = "PYTHONFAULTHANDLER"

@@ -27,9 +27,8 @@ from hvdlite.launcher.jobs.environment import rank_environment, torchrun_variabl
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
-from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, Mpi, find_mpi
+from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, Mpi, find_mpi, own_agent, parameter_given
 from hvdlite.launcher.mpirun.mpirun import MpirunJob
-from hvdlite.launcher.mpirun.user_arguments import own_agent, parameter_given
 from hvdlite.launcher.platforms.kubernetes import listed, names_without_address
 from hvdlite.launcher.processes.console import say
 from hvdlite.launcher.processes.signals import SignalInbox

@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.ssh import ssh_arguments
-from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi
-from hvdlite.launcher.mpirun.user_arguments import BINDING_FLAGS, MAPPING_FLAGS, flags_in
+from hvdlite.launcher.mpirun.mpi import (
+    BINDING_FLAGS,
+    HYDRA,
+    MAPPING_FLAGS,
+    OPENMPI,
+    SLURM,
+    Mpi,
+    flags_in,
+)
 
 ALIVE_COUNT = 3  # So many questions of ssh in a row get no answer when a host is lost.
 MANY_HOSTS = 64  # from here on Open MPI's daemons are all started from the first host

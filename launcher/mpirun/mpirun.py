@@ -15,17 +15,23 @@ from pathlib import Path
 
 from hvdlite.launcher.command_line.debug_rank import redirections
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.hosts.unreachable import diagnose
+from hvdlite.launcher.hosts.ssh import diagnose
 from hvdlite.launcher.jobs.environment import is_root, most_local_ranks
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import JobOutcome
 from hvdlite.launcher.jobs.passed_variables import home_directory, names_for_other_hosts
 from hvdlite.launcher.mpirun.cleanup import kill_session, remove_segments, segments_of
 from hvdlite.launcher.mpirun.commands import Place, build_command
-from hvdlite.launcher.mpirun.mpi import OPENMPI, SLURM, Mpi
+from hvdlite.launcher.mpirun.mpi import (
+    OPENMPI,
+    SLURM,
+    Mpi,
+    binds_ranks,
+    parameter_given,
+    places_ranks,
+)
 from hvdlite.launcher.mpirun.pipes import Pipes
 from hvdlite.launcher.mpirun.rank_shell import RankShell
-from hvdlite.launcher.mpirun.user_arguments import binds_ranks, parameter_given, places_ranks
 from hvdlite.launcher.processes import rank_orders
 from hvdlite.launcher.processes.output import STREAMS
 from hvdlite.launcher.processes.signals import die_with_parent

@@ -12,7 +12,7 @@ import socket
 from typing import IO
 
 from hvdlite.launcher.hosts.hosts import host_of_rank
-from hvdlite.launcher.hosts.unreachable import has_not_answered, silent_host
+from hvdlite.launcher.hosts.ssh import has_not_answered, silent_host
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.live.job_view import STALL
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM

@@ -15,9 +15,14 @@ import pytest
 
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.launcher.elastic import horovod_driver
-from hvdlite.launcher.elastic.discovery import FixedHosts, HostDiscoveryScript, HostManager
 from hvdlite.launcher.elastic.horovod_driver import ElasticDriver, create_rendezvous_handler
-from hvdlite.launcher.elastic.horovod_types import RESET_LIMIT_EXCEEDED_MESSAGE, SlotInfo
+from hvdlite.launcher.elastic.horovod_types import (
+    RESET_LIMIT_EXCEEDED_MESSAGE,
+    FixedHosts,
+    HostDiscoveryScript,
+    HostManager,
+    SlotInfo,
+)
 
 pytestmark = pytest.mark.timeout(120)
 MakeDriver = Callable[..., ElasticDriver]

@@ -10,7 +10,7 @@ import sys
 
 from hvdlite.launcher.cli import main
 from hvdlite.launcher.decisions import termination_plan
-from hvdlite.launcher.elastic import discovery as discovery_script
+from hvdlite.launcher.elastic import job as discovery_script
 
 discovery_script.EVERY_SECONDS = 0.2
 (_, first), *others = termination_plan.AFTER_FAILURE

@@ -11,7 +11,7 @@ import pytest
 
 import hvdlite
 from hvdlite.launcher.decisions.first_failure import Failure
-from hvdlite.launcher.hosts.unreachable import diagnose
+from hvdlite.launcher.hosts.ssh import diagnose
 from hvdlite.launcher.jobs.outcome import failure_sentence
 from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
 from tests.launcher.jobs import IMPATIENT, LAUNCHER, RANK, launch

@@ -14,7 +14,7 @@ import pytest
 from hvdlite.launcher.hosts.host_facts import Address, Attempt, Facts
 from hvdlite.launcher.hosts.host_report import HostReport
 from hvdlite.launcher.hosts.probe import OTHER_HOST, try_all
-from hvdlite.launcher.hosts.unreachable import explain_agent, explain_silence
+from hvdlite.launcher.hosts.ssh import explain_agent, explain_silence
 
 PACKAGES = {"numpy": "2.0", "mpi4py": "4.1.0"}
 

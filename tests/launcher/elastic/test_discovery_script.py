@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.elastic import discovery as discovery_script
-from hvdlite.launcher.elastic.discovery import DiscoveryScript
+from hvdlite.launcher.elastic import job as discovery_script
+from hvdlite.launcher.elastic.job import DiscoveryScript
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,8 +12,7 @@ from hvdlite.common.base.networks import has_fabric
 from hvdlite.launcher.hosts.hosts import parse_hosts
 from hvdlite.launcher.jobs import environment
 from hvdlite.launcher.jobs.environment import rank_environment
-from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all
-from hvdlite.launcher.mpirun.user_arguments import parameter_given
+from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all, parameter_given
 from tests.launcher.jobs import launch
 from tests.launcher.mpirun.test_commands import MPICH, OMPI4, OMPI5, SRUN, options
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.platforms.allocation import find_allocation
+from hvdlite.launcher.platforms.batch_systems import find_allocation
 
 LSF = {"LSB_JOBID": "17"}
 SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_ID": "0",

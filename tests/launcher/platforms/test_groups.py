@@ -14,7 +14,7 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config
 from hvdlite.launcher.agents.group_agents import make_group, threads_per_core
 from hvdlite.launcher.command_line.launcher_choice import JSRUN, MPIRUN, SRUN, SSH, choose_launcher
-from hvdlite.launcher.platforms.allocation import find_allocation
+from hvdlite.launcher.platforms.batch_systems import find_allocation
 from tests.launcher.jobs import MARK, launch, processes, start
 from tests.launcher.mpirun.test_commands import options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.launcher.hosts.hosts import parse_hosts
-from hvdlite.launcher.platforms.steps import compute_hosts, jsrun_command, resource_file
+from hvdlite.launcher.platforms.batch_systems import compute_hosts, jsrun_command, resource_file
 
 
 @pytest.mark.parametrize(

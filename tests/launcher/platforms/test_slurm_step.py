@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hvdlite.launcher.platforms.steps import (
+from hvdlite.launcher.platforms.batch_systems import (
     NOISE,
     agents_command,
     agents_environment,
