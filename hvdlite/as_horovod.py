@@ -64,7 +64,7 @@ NAMES = {
         for part, module in RUNNER_PARTS.items()
     },
     # Workers use it, so it is no part of the launcher.
-    "horovod.runner.elastic.worker": ["hvdlite.common.elastic.horovod_names"],
+    "horovod.runner.elastic.worker": ["hvdlite.common.elastic.notification"],
     **{
         f"horovod.{package}.{part}": [f"hvdlite.{package}.{part}", f"hvdlite.{package}"]
         for package, parts in PARTS.items()

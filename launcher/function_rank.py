@@ -1,7 +1,8 @@
 """What a rank of hvdlite.run runs: `python -m hvdlite.launcher.function_rank`.
 
 The function comes, and the answers go, through files in a directory that only the user may enter.
-Agents have such a directory on each host; under mpirun it is one that all hosts share.
+Agents have such a directory on each host; under mpirun it is one that all hosts share. In Spark a
+task starts it `WITH_INPUT`, which stays open as long as that task lives.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable
@@ -25,6 +28,7 @@ from hvdlite.common.base.report_failure import leave_out_own_frames, report
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
 
 CALL = "call.pickle"
+WITH_INPUT = "--end-with-input"
 RANK_VARIABLE = "HVDLITE_RANK"
 WORKER_VARIABLE = "HVDLITE_WORKER"  # Of an elastic job, whose ranks change: its number.
 OLDEST_PROTOCOL = 2  # Of pickle: each Python 3 reads it.
@@ -79,6 +83,11 @@ def _answer_path(directory: str, rank: int) -> Path:
 
 def main() -> int:
     """Call the function, and leave the answer; 1 when it raised."""
+    if WITH_INPUT in sys.argv:
+        task = os.dup(0)
+        with open(os.devnull, "rb") as null:
+            os.dup2(null.fileno(), 0)
+        threading.Thread(target=_end_with, args=(task,), daemon=True).start()
     directory = os.environ[CALL_VARIABLE]
     start_rank = int(os.environ[RANK_VARIABLE])
     rank = int(os.environ.get(WORKER_VARIABLE, start_rank))
@@ -92,6 +101,12 @@ def main() -> int:
     unfinished.write_bytes(answer)
     unfinished.rename(path)
     return code
+
+
+def _end_with(task: int) -> None:
+    """End this process, and those that it has started, when the task is no more."""
+    os.read(task, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _call(directory: str) -> Any:

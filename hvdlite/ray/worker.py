@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from hvdlite.common.connections.address import Address, listen
-from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.meet import ServedMeeting
+from hvdlite.common.meeting.placement import host_identity
 from hvdlite.launcher.function_rank import dump_error
 from hvdlite.launcher.jobs.passed_variables import of_another_job
 from hvdlite.ray import ray_logger

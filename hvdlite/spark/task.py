@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.common.connections.address import Address, listen
-from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.meet import ServedMeeting
-from hvdlite.common.meeting.placement import order_by_host, rank_variables
+from hvdlite.common.meeting.placement import host_identity, order_by_host, rank_variables
 from hvdlite.launcher.agents.call_back import call_back
 from hvdlite.launcher.agents.channel import PART_BYTES, Channel
-from hvdlite.launcher.decisions.first_failure import Failure
-from hvdlite.launcher.function_rank import CALL, dump_error
+from hvdlite.launcher.decisions.endings import Failure
+from hvdlite.launcher.function_rank import CALL, WITH_INPUT, dump_error
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE, of_another_job
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.spark.output import CONNECT_SECONDS, RankOutput
@@ -133,8 +132,9 @@ class RankProcess:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlite-spark-"))
             self._folder = Path(folder)
             (self._folder / CALL).write_bytes(call.pickled)
+            python = call.executable or sys.executable
             self.process = subprocess.Popen(
-                [call.executable or sys.executable, "-m", "hvdlite.spark.rank"],
+                [python, "-m", "hvdlite.launcher.function_rank", WITH_INPUT],
                 env={**environ, **call.environ, **variables, CALL_VARIABLE: folder},
                 stdin=subprocess.PIPE,
                 start_new_session=True,

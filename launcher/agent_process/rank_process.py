@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
-from hvdlite.launcher.decisions.first_failure import NOT_EXECUTABLE, NOT_FOUND
+from hvdlite.launcher.decisions.endings import NOT_EXECUTABLE, NOT_FOUND
 from hvdlite.launcher.hosts.resources import cores, visible_devices
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE, home_directory, of_another_job
 from hvdlite.launcher.platforms.batch_systems import without_step

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config, settings
-from hvdlite.launcher.command_line.cluster_options import ClusterOptions, cluster_options
 from hvdlite.launcher.command_line.config_file import read_config_file
 from hvdlite.launcher.command_line.debug_rank import PATIENCE, check_debug_rank
-from hvdlite.launcher.command_line.elastic_options import (
+from hvdlite.launcher.command_line.job_kinds import (
+    ClusterOptions,
     ElasticOptions,
     check_not_elastic,
+    cluster_options,
     elastic_options,
     is_elastic,
 )

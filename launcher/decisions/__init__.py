@@ -2,8 +2,7 @@
 
 A job that keeps its ranks is ended by the first that fails:
 
-    first_failure     which rank that was, and how it failed
-    termination_plan  how a job is ended, which elastic jobs use, too
+    endings           which rank that was, how it failed, and how any job is ended
 
 The driver of an elastic job, in reading order:
 

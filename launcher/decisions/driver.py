@@ -200,13 +200,10 @@ class Driver:
         `code` is what a shell would show: 128 + N after signal N, and then `by_signal` is true.
         `cause` is what it raised, or how it was killed, as a clause; None: nothing is known.
         """
-        worker = self._workers.get(number)
-        if worker is None or not worker.running or self._finished:
+        worker = self._take_end(number)
+        if worker is None:
             return
-        worker.running = False
-        if worker.stage is Stage.LEAVING:
-            worker.stage = Stage.DISMISSED
-        elif worker.living and code == 0:
+        if worker.living and code == 0:
             self._return(worker)
         elif worker.living:
             self._losses.end(worker, code, cause, by_signal, now)
@@ -226,15 +223,22 @@ class Driver:
 
         `why` is a clause about its slot. It holds for the higher slots, too.
         """
+        worker = self._take_end(number)
+        if worker is None:
+            return
+        if worker.living:
+            self._losses.refuse(worker, why, now)
+        self._advance(now)
+
+    def _take_end(self, number: int) -> Worker | None:
+        """Note that a process runs no more; return the worker, unless that was known."""
         worker = self._workers.get(number)
         if worker is None or not worker.running or self._finished:
-            return
+            return None
         worker.running = False
         if worker.stage is Stage.LEAVING:
             worker.stage = Stage.DISMISSED
-        elif worker.living:
-            self._losses.refuse(worker, why, now)
-        self._advance(now)
+        return worker
 
     def stop(self, code: int, sentence: str, now: float) -> None:
         """End the job from outside, after Ctrl-C for example; who does that says why."""

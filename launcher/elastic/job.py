@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.decisions import termination_plan as ending
-from hvdlite.launcher.decisions.termination_plan import Plan
+from hvdlite.launcher.decisions import endings as ending
+from hvdlite.launcher.decisions.endings import Plan
 from hvdlite.launcher.elastic.workers import ElasticWorkers
 from hvdlite.launcher.hosts.hosts import parse_discovery
 from hvdlite.launcher.hosts.ssh import spell_end

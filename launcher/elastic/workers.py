@@ -12,7 +12,7 @@ from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.agents.channel import BEATS, squeeze
 from hvdlite.launcher.agents.host_agents import AgentUser, HostAgents
 from hvdlite.launcher.agents.job_description import JobDescription
-from hvdlite.launcher.command_line.elastic_options import ElasticOptions
+from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.decisions.driver import Driver
 from hvdlite.launcher.decisions.lines import tells_of_world

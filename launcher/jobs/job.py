@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.decisions import termination_plan as ending
-from hvdlite.launcher.decisions.first_failure import FirstFailure
-from hvdlite.launcher.decisions.termination_plan import Ending
+from hvdlite.launcher.decisions import endings as ending
+from hvdlite.launcher.decisions.endings import Ending, FirstFailure
 from hvdlite.launcher.jobs.outcome import (
     NOT_STARTED_CODE,
     JobOutcome,

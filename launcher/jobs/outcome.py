@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.decisions.first_failure import Failure
+from hvdlite.launcher.decisions.endings import Failure
 from hvdlite.launcher.hosts.hosts import host_of_rank
 
 NOT_STARTED_CODE = 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.agent_connection import AgentHost
 from hvdlite.launcher.agents.agents_job import AgentsJob
-from hvdlite.launcher.command_line.cluster_options import host_scheduler, variables_of
+from hvdlite.launcher.agents.cluster_processes import host_scheduler, variables_of
 from hvdlite.launcher.command_line.launcher_choice import GROUPS, MPIRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.elastic.job import ElasticJob

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdlite.common.meeting.host_identity import BOOT_ID, boot_id
+from hvdlite.common.meeting.placement import BOOT_ID, boot_id
 from hvdlite.launcher.hosts.resources import SHELL as VISIBLE_DEVICES
 from hvdlite.launcher.hosts.resources import count_cores_script
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM

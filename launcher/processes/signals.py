@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from hvdlite.launcher.decisions.termination_plan import REPEATED
+from hvdlite.launcher.decisions.endings import REPEATED
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 from hvdlite.launcher.cli import main
-from hvdlite.launcher.decisions import termination_plan
+from hvdlite.launcher.decisions import endings
 from hvdlite.launcher.elastic import job as discovery_script
 
 discovery_script.EVERY_SECONDS = 0.2
-(_, first), *others = termination_plan.AFTER_FAILURE
-termination_plan.AFTER_FAILURE = ((0.3, first), *others)
+(_, first), *others = endings.AFTER_FAILURE
+endings.AFTER_FAILURE = ((0.3, first), *others)
 sys.exit(main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.launcher.decisions.first_failure import Failure
+from hvdlite.launcher.decisions.endings import Failure
 from hvdlite.launcher.hosts.ssh import diagnose
 from hvdlite.launcher.jobs.outcome import failure_sentence
 from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all

@@ -6,9 +6,8 @@ import signal
 
 import pytest
 
-from hvdlite.launcher.decisions import termination_plan as ending
-from hvdlite.launcher.decisions.first_failure import Failure, FirstFailure
-from hvdlite.launcher.decisions.termination_plan import Ending
+from hvdlite.launcher.decisions import endings as ending
+from hvdlite.launcher.decisions.endings import Ending, Failure, FirstFailure
 
 
 def first_failure(*events: str) -> FirstFailure:

@@ -49,3 +49,4 @@ class NotificationManager:
 
 
 notification_manager = NotificationManager()
+WorkerNotificationManager = NotificationManager  # As users of Horovod import it.

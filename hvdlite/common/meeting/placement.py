@@ -1,4 +1,4 @@
-"""The place of each rank on its host and among the hosts, and the variables that tell it.
+"""What tells hosts apart, the place of each rank on and among them, and the variables that tell it.
 
 Ray and Spark start processes where they like. The processes of one host get neighbouring ranks, and
 the host of the first process comes first, as Horovod has it.
@@ -6,9 +6,40 @@ the host of the first process comes first, as Horovod has it.
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK = Path("/proc/self/ns/net")
+THREAD_NETWORK = Path("/proc/thread-self/ns/net")  # In tests a thread may have one of its own.
+
+
+def host_identity() -> str:
+    """Return a text that is equal for processes of one host, and of no other.
+
+    Containers of one machine count as one host if they share its network and its name.
+    """
+    return " ".join((socket.gethostname(), boot_id(), network_namespace(NETWORK)))
+
+
+def boot_id() -> str:
+    """Return what tells this start of the machine from others; empty where nothing does."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def network_namespace(link: Path) -> str:
+    """Return what `link` says of the network namespace; empty where there is no such link."""
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
 
 
 def order_by_host(hosts: Sequence[str]) -> list[int]:

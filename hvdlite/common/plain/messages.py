@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
@@ -26,6 +26,17 @@ WHOLE_GROUP = -2  # As `Request.fusion_bytes`: the group is one segment, whateve
 # The settings to which allreduce may change while ranks run; "" keeps it unchanged.
 PLANES = ("", "auto", "ring")
 SMALLEST_PIECE, LARGEST_PIECE = 1 << 12, 1 << 24  # In bytes.
+
+
+@cache
+def installed_version() -> str:
+    """Return the version of hvdlite, or "unknown" in a checkout that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("hvdlite")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 class Request(NamedTuple):

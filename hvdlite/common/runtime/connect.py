@@ -14,10 +14,10 @@ from hvdlite.common.base.networks import has_fabric
 from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.meeting.detection import detect
 from hvdlite.common.meeting.exchange import Exchange
-from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.launch import MPI as STARTED_BY_MPI
 from hvdlite.common.meeting.launch import SINGLE, Launch
 from hvdlite.common.meeting.meet import meet
+from hvdlite.common.meeting.placement import host_identity
 from hvdlite.common.meeting.torch_store import default_group
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.mpi_process import (

@@ -16,10 +16,9 @@ from hvdlite.common.base.errors import (
     ProtocolError,
 )
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.base.version import installed_version
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.start_wait import spell_ranks
-from hvdlite.common.plain.messages import PROTOCOL_VERSION
+from hvdlite.common.plain.messages import PROTOCOL_VERSION, installed_version
 from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.rendezvous import TOKEN_BYTES, Meeting, Peer, listen, meet
 from hvdlite.common.transport.shared_memory import create_memory

@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 from torch._C._distributed_c10d import Store
 
-from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.common.meeting.placement import host_identity
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose, order
 from hvdlite.common.transport.tcp.interfaces import list_interfaces
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.meeting import host_identity
+from hvdlite.common.meeting import placement
 from hvdlite.common.transport.tcp import connect
 
 
@@ -15,11 +15,11 @@ def test_a_system_without_a_boot_id_has_an_identity(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Sandboxes for containers such as gVisor hide parts of /proc."""
-    known = host_identity.host_identity()
-    monkeypatch.setattr(host_identity, "BOOT_ID", tmp_path / "boot_id")
-    monkeypatch.setattr(host_identity, "NETWORK", tmp_path / "net")
+    known = placement.host_identity()
+    monkeypatch.setattr(placement, "BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(placement, "NETWORK", tmp_path / "net")
     monkeypatch.setattr(connect, "THREAD_NETWORK", tmp_path / "net")
-    assert host_identity.host_identity().split() == known.split()[:1]
+    assert placement.host_identity().split() == known.split()[:1]
     assert connect._machine() == connect._machine()
 
 
@@ -31,10 +31,10 @@ def test_hosts_that_differ_in_one_part_are_two(
     boot, network = tmp_path / "boot_id", tmp_path / "net"
     boot.write_text("1\n")
     network.symlink_to("net:[1]")
-    monkeypatch.setattr(host_identity, "BOOT_ID", boot)
-    monkeypatch.setattr(host_identity, "NETWORK", network)
-    first = host_identity.host_identity()
-    assert host_identity.host_identity() == first
+    monkeypatch.setattr(placement, "BOOT_ID", boot)
+    monkeypatch.setattr(placement, "NETWORK", network)
+    first = placement.host_identity()
+    assert placement.host_identity() == first
     if part == "its name":
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
     elif part == "its boot":
@@ -42,4 +42,4 @@ def test_hosts_that_differ_in_one_part_are_two(
     else:
         network.unlink()
         network.symlink_to("net:[2]")
-    assert host_identity.host_identity() != first
+    assert placement.host_identity() != first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.launcher.command_line.elastic_options import ElasticOptions
+from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from tests.launcher.command_line.test_options import error, options
 
 

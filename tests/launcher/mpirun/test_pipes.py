@@ -11,7 +11,7 @@ from typing import IO, Any
 import pytest
 
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.decisions.first_failure import FirstFailure
+from hvdlite.launcher.decisions.endings import FirstFailure
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI
 from hvdlite.launcher.mpirun.pipes import Pipes
 from hvdlite.launcher.processes.event_loop import EventLoop

@@ -17,7 +17,7 @@ from hvdlite.common.connections.frames import unpack
 from hvdlite.launcher.agents import host_agents
 from hvdlite.launcher.agents.agent_connection import AgentHost
 from hvdlite.launcher.agents.channel import VERSION, unsqueeze
-from hvdlite.launcher.command_line.elastic_options import ElasticOptions
+from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
 from hvdlite.launcher.elastic import workers
 from hvdlite.launcher.elastic.workers import ElasticWorkers

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdlite.launcher.command_line.elastic_options import ElasticOptions
+from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.commands import Finish
 from tests.simulation.elastic.agents import LOOK_SECONDS, Agent, around, new_launcher
 from tests.simulation.elastic.collectives import Collectives

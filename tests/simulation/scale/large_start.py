@@ -20,14 +20,13 @@ from unittest.mock import patch
 
 import msgpack
 
-from hvdlite.common.base.version import installed_version
 from hvdlite.common.connections.frames import pack, unpack
 from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.membership.frames import World as Members
 from hvdlite.common.membership.frames import read_world
 from hvdlite.common.membership.link import LinkExchange
 from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.messages import PROTOCOL_VERSION
+from hvdlite.common.plain.messages import PROTOCOL_VERSION, installed_version
 from hvdlite.common.runtime.elastic_worker import KeptSets
 from hvdlite.common.transport.bootstrap import HELLO, MAGIC, Gathering
 from hvdlite.common.transport.tcp import connect as tcp

@@ -22,7 +22,7 @@ from hvdlite.common.devices.nccl.cudart import (
     SUCCESS,
     CudaRuntime,
 )
-from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.common.meeting.placement import host_identity
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.transport.base import do_nothing
 

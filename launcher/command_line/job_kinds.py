@@ -1,13 +1,14 @@
-"""The options of an elastic job, checked against each other before anything starts."""
+"""The options of elastic jobs, and of those with a parameter server, checked before a start."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config
+from hvdlite.launcher.command_line.launcher_choice import MPIRUN
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan
 
 LONGEST_COOLDOWN_SECONDS = 3600
@@ -101,4 +102,59 @@ def check_cooldown(given: Sequence[int], source: str) -> tuple[int, int]:
     raise ConfigError(
         f"{source}{' '.join(map(str, given))}: must be two numbers of seconds, the second not "
         f"below the first, from 1 to {LONGEST_COOLDOWN_SECONDS}"
+    )
+
+
+# The options of a job with a parameter server.
+
+
+# Settings that mean nothing without servers.
+ONLY_WITH_SERVERS = (
+    "ps_workers", "ps_snapshot", "ps_snapshot_every", "ps_restarts", "ps_timeout_seconds",
+    "ps_worker_timeout_seconds",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What makes a job one with a parameter server."""
+
+    servers: int
+    independent: bool  # Workers are no ranks: they may be lost, and have no collectives.
+    restarts: int  # Of each process that is killed.
+
+
+def cluster_options(
+    config: Config, flags: Iterable[str], launcher: str, *, elastic: bool, in_pods: bool
+) -> ClusterOptions | None:
+    """Return the options of the cluster; None without servers.
+
+    `flags` are the names of the settings that are flags or keys of the config file of this job.
+    Raises `ConfigError` for what contradicts servers.
+    """
+    if not config.ps_servers:
+        given = [name for name in ONLY_WITH_SERVERS if name in flags]
+        if given:
+            flag = given[0].removesuffix("_seconds").replace("_", "-")
+            raise ConfigError(f"--{flag} needs --ps-servers: this job has no server")
+        return None
+    if elastic:
+        raise ConfigError(
+            "--ps-servers contradicts --min-np and --host-discovery-script: give --ps-workers "
+            "independent for workers that may be lost and return"
+        )
+    if launcher == MPIRUN:
+        raise ConfigError(
+            "--ps-servers contradicts --mpi and --launcher mpirun: agents start servers again, "
+            "which an MPI job cannot. Leave out flags of MPI"
+        )
+    if in_pods:
+        raise ConfigError(
+            "--ps-servers: each pod starts its own ranks here; start scheduler, servers and "
+            "workers as roles, as deploy/kubernetes/jobset.yaml does"
+        )
+    return ClusterOptions(
+        servers=config.ps_servers,
+        independent=config.ps_workers == "independent",
+        restarts=config.ps_restarts,
     )
