@@ -2,6 +2,11 @@
 
 A handler must take away what it is called for: it reads, writes, or stops watching. Otherwise the
 next `run_once` calls it again, and the thread spins.
+
+An exception of a handler ends `run_once`, and its caller decides whether to go on: a loop that went
+on by itself would hide a fault that has left something half done. Nothing else is lost by it: what
+was not handled is due in the next `run_once`. What strangers send raises nothing here, as a link
+or a listener ends such a connection.
 """
 
 from __future__ import annotations
