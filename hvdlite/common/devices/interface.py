@@ -1,8 +1,9 @@
 """The interfaces between hvdlite and accelerators: what a vendor's plug-in gives, and what tensors.
 
-docs/devices.md says how to give them. A `Buffer` is flat contiguous memory of one dtype on
-a device, in the form of the framework (a one-dimensional tensor of PyTorch): it can be sliced, and
-has `data_ptr()` and `numel()`. A stream is opaque; work that is queued on it is done in order.
+tests/fake_accelerator/README.md says how to give them. A `Buffer` is flat contiguous memory of one
+dtype on a device, in the form of the framework (a one-dimensional tensor of PyTorch): it can be
+sliced, and has `data_ptr()` and `numel()`. A stream is opaque; work that is queued on it is done in
+order.
 """
 
 from __future__ import annotations
