@@ -35,6 +35,7 @@ CLUSTERS = (
     "tests/hosts/slurm/",
     "tests/hosts/test_elastic",
     "tests/hosts/test_parameter_server",
+    "tests/hosts/test_own_launcher",
     "tests/hosts/",
     "tests/ray/",
     "tests/spark/",
