@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from argparse import SUPPRESS
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,21 @@ def test_the_pages_of_launcher_and_settings_have_every_flag_between_them() -> No
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            name, _, anchor = target.partition("#")
+            path = page.parent / name if name else page
+            assert path.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in _anchors(path), f"{page.name} links to {target}"
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def test_every_decision_has_a_number_and_a_title_of_its_own() -> None:
