@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 from jobs import in_turns, run_job, summarize
@@ -46,11 +47,12 @@ COMPRESSORS: dict[str, Callable[[Any], Any]] = {
 ENTRIES = (ALONE, *COMPRESSORS, DDP, HOOK)
 WARM_UP = 5  # steps: the hook of PyTorch begins with the third
 STEP, TRAINING = "step", "training"
-TRAINED = ("none", "fp16", "int8", "powersgd(4)", "topk(0.01)", "onebit after 100")
+TRAINED = (NONE, "fp16", "int8", "powersgd(4)", "topk(0.01)", "onebit")
+WARM_UP_OF_ONEBIT = 100  # steps, in a training
 
 
-def make_model() -> Any:
-    """Return a module with ResNet-50's parameters, whose gradients are fixed random numbers."""
+def make_model(tensors: int) -> Any:
+    """Return a module with ResNet-50's first parameters, and fixed random numbers as gradients."""
     import torch
 
     sys.path.append(str(ROOT))
@@ -59,8 +61,9 @@ def make_model() -> Any:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weights = torch.nn.ParameterList(torch.zeros(shape) for _, shape in PARAMETERS)
-            self.given = [torch.randn(shape) for _, shape in PARAMETERS]
+            shapes = [shape for _, shape in PARAMETERS[:tensors]]
+            self.weights = torch.nn.ParameterList(map(torch.zeros, shapes))
+            self.given = [*map(torch.randn, shapes)]
 
         def forward(self) -> Any:
             pairs = zip(self.weights, self.given, strict=True)
@@ -83,7 +86,7 @@ def connect(entry: str, args: argparse.Namespace) -> tuple[Ranks, Callable[[], N
 
         hvd.init()
     torch.manual_seed(ranks.rank)
-    model = module = make_model()
+    model = module = make_model(args.tensors)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
     if entry in (DDP, HOOK):
         # The hook starts collectives in callbacks, whose order over several buckets differs between
@@ -111,10 +114,10 @@ def connect(entry: str, args: argparse.Namespace) -> tuple[Ranks, Callable[[], N
 
 def rank_main(args: argparse.Namespace) -> None:
     """Run one rank of a job; rank 0 writes what it has measured."""
+    (entry,) = args.entries
     if args.only == TRAINING:
-        records = train_all(args)
+        records = train(entry, args)
     else:
-        (entry,) = args.entries
         ranks, step = connect(entry, args)
         for _ in range(WARM_UP):
             step()
@@ -125,8 +128,8 @@ def rank_main(args: argparse.Namespace) -> None:
         args.rank_file.write_text(json.dumps(records))
 
 
-def train_all(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train with each compressor; return the losses on rank 0, after that of `none`."""
+def train(entry: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train with a compressor; return the loss on rank 0."""
     import torch
 
     import hvdlite.torch as hvd
@@ -134,16 +137,12 @@ def train_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     sys.path.append(str(ROOT / "examples"))
     hvd.init()
     torch.set_num_threads(1)
-    records = []
-    for what, train in (("digits", train_digits), ("GPT", train_gpt)):
-        for name in TRAINED:
-            onebit = name.startswith("onebit")
-            make = COMPRESSORS["onebit" if onebit else name]
-            chosen = hvd.Compression.onebit(100) if onebit else make(hvd.Compression)
-            loss = train(chosen, args)
-            say(f"{what}, {name}: {loss:.4f}")
-            records.append({"entry": name, "what": what, "loss": loss})
-    return records if hvd.rank() == 0 else []
+    choices = hvd.Compression
+    chosen = choices.onebit(WARM_UP_OF_ONEBIT) if entry == "onebit" else COMPRESSORS[entry](choices)
+    (what,) = args.trainings
+    loss = TRAININGS[what](chosen, args)
+    say(f"{what}, {entry}: {loss:.4f}")
+    return [{"entry": entry, "what": what, "loss": loss}] if hvd.rank() == 0 else []
 
 
 def train_digits(compression: Any, args: argparse.Namespace) -> float:
@@ -208,6 +207,9 @@ def train_gpt(compression: Any, args: argparse.Namespace) -> float:
     return float(gpt.validate(model, text[border:], options))
 
 
+TRAININGS = {"digits": train_digits, "GPT": train_gpt}
+
+
 def print_steps(records: list[dict[str, Any]]) -> None:
     """Print a row for each way."""
     spreads = {record["entry"]: Spread(**record["seconds"]) for record in records}
@@ -228,7 +230,8 @@ def print_losses(records: list[dict[str, Any]]) -> None:
     none = {each["what"]: each["loss"] for each in records if each["entry"] == NONE}
     rows = [
         [each["what"], each["entry"], f"{each['loss']:.4f}",
-         f"{each['loss'] / none[each['what']] - 1:+.2%}"] for each in records
+         f"{each['loss'] / none[each['what']] - 1:+.2%}" if each["what"] in none else ""]
+        for each in records
     ]  # fmt: skip
     print(table(["training", "compression", "loss", "beside none"], rows))
 
@@ -239,8 +242,10 @@ def main() -> None:
     add("--entries", nargs="+", choices=ENTRIES, default=list(ENTRIES), metavar="WAY",
         help=", ".join(ENTRIES))  # fmt: skip
     add("--only", choices=(STEP, TRAINING), default=STEP)
+    add("--trainings", nargs="+", choices=TRAININGS, default=[*TRAININGS])
     add("--rounds", type=int, default=3, help="jobs of each way, in turns")
     add("--seconds", type=float, default=8, help="of a job")
+    add("--tensors", type=int, default=161, help="of ResNet-50, the first ones")
     add("--epochs", type=int, default=15, help="of the digits")
     add("--steps", type=int, default=600, help="of the GPT")
     add_link_options(parser, gbit=1)
@@ -248,7 +253,14 @@ def main() -> None:
     if args.rank_file:
         rank_main(args)
     elif args.only == TRAINING:
-        records = run_job(__file__, sys.argv[1:], 2)
+        trained = [entry for entry in args.entries if entry in TRAINED]
+        records = [
+            record
+            for what, entry in product(args.trainings, trained)
+            for record in run_job(
+                __file__, [*sys.argv[1:], "--trainings", what, "--entries", entry], 2
+            )
+        ]
         print_losses(records)
         write(args.json, records)
     else:

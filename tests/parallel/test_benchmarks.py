@@ -140,6 +140,32 @@ def test_hosts(tmp_path: Path) -> None:
     assert of_gloo[2].strip() and not of_gloo[3].strip()  # It does not run over MPI.
 
 
+def test_compression(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
+        pass
+    path, script = tmp_path / "c.json", str(BENCHMARKS / "compression.py")
+    entries = ["none", "powersgd(4)", "DDP, PowerSGD hook"]
+    few = ("--tensors", "9", "--rounds", "1", "--seconds", "0", "--json", str(path))
+    done = run_command([sys.executable, script, *few, "--entries", *entries], timeout=200)
+    assert done.returncode == 0, done.stdout
+    records = json.loads(path.read_text())["records"]
+    assert [each["entry"] for each in records] == entries
+    assert min(each["seconds"]["low"] for each in records) > 0
+    assert "powersgd(4) takes " in done.stdout
+
+
+def test_training_with_compression(tmp_path: Path) -> None:
+    path, script = tmp_path / "c.json", str(BENCHMARKS / "compression.py")
+    few = ("--only", "training", "--trainings", "GPT", "--entries", "onebit")
+    done = run_command(
+        [sys.executable, script, *few, "--steps", "2", "--json", str(path)], timeout=60
+    )
+    assert done.returncode == 0, done.stdout
+    records = json.loads(path.read_text())["records"]
+    assert [(each["what"], each["entry"]) for each in records] == [("GPT", "onebit")]
+    assert f"| onebit      | {records[0]['loss']:.4f} |" in done.stdout
+
+
 def test_a_job_on_hosts_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
     """And the number of streams is that of the ranks: they refuse 0."""
     with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
