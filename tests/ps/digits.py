@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 
 import torch
@@ -55,8 +55,10 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-def train_in_one(name: str, workers: int, steps: int) -> dict[str, Tensor]:
+def train_in_one(name: str, workers: int, steps: int | Iterable[int]) -> dict[str, Tensor]:
     """Return the weights when one process adds the gradients up in the order of the workers.
+
+    `steps` is how many there are, or their numbers.
 
     Sums inside PyTorch depend on the number of its threads, which is 1 as in the workers.
     """
@@ -64,7 +66,7 @@ def train_in_one(name: str, workers: int, steps: int) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters())
-    for step in range(steps):
+    for step in range(steps) if isinstance(steps, int) else steps:
         totals: list[Tensor] = []
         for worker in range(workers):
             model.zero_grad()

@@ -21,6 +21,12 @@ LIMIT_SECONDS = 60
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.ps.preloaded"])
 
+
+def preload(module: str) -> None:
+    """Let all processes be forked from one that has imported this module."""
+    _FORKS.set_forkserver_preload([module])
+
+
 # What other parameter servers call the role, the scheduler's host and port, and the counts.
 DIALECTS = {
     "MindSpore": (

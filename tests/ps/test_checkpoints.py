@@ -356,30 +356,33 @@ def test_rows_of_torch_go_on(new_cluster: NewCluster, tmp_path: Path) -> None:
 # -- whose turn it is
 
 
+PEERS = (b"0", b"1")
+
+
 def test_turns_are_given_one_after_another() -> None:
     turns, save = CheckpointOrder(), {"what": SAVE}
-    first = turns.ask(0, 7, save, BOTH, 100)
+    first = turns.ask(b"0", 7, save, PEERS, 100)
     assert first is not None and first["turn"] == 100
-    assert turns.ask(0, 7, save, BOTH, 101) == first  # It was sent again.
-    assert turns.ask(1, 3, save, BOTH, 102) is None
+    assert turns.ask(b"0", 7, save, PEERS, 101) == first  # It was sent again.
+    assert turns.ask(b"1", 3, save, PEERS, 102) is None
     turns.end(99, None)  # One of before.
-    assert turns.ask(1, 3, save, BOTH, 103) is None
+    assert turns.ask(b"1", 3, save, PEERS, 103) is None
     turns.end(100, None)
-    second = turns.ask(1, 3, save, BOTH, 90)
+    second = turns.ask(b"1", 3, save, PEERS, 90)
     assert second is not None and second["turn"] == 101  # It rises, whatever the clock does.
-    lost = turns.ask(0, 8, save, [0], 200)
+    lost = turns.ask(b"0", 8, save, [b"0", b"1 that has come again"], 200)
     assert lost is not None and lost["turn"] == 200
 
 
 def test_a_load_is_made_once_for_all() -> None:
     turns, load = CheckpointOrder(), {"what": LOAD, "number": 1, "late": False}
-    assert (turns.ask(0, 1, load, BOTH, 10) or {})["turn"] == 10
+    assert (turns.ask(b"0", 1, load, PEERS, 10) or {})["turn"] == 10
     turns.end(10, {"t": 5})
     wanted = {"turn": 0, "loads": 1, "steps": {"t": 5}}
-    assert turns.ask(1, 1, load, BOTH, 11) == wanted
-    assert turns.ask(2, 1, {**load, "number": 9, "late": True}, BOTH, 12) == wanted
+    assert turns.ask(b"1", 1, load, PEERS, 11) == wanted
+    assert turns.ask(b"2", 1, {**load, "number": 9, "late": True}, PEERS, 12) == wanted
     again = CheckpointOrder(turns.loads, turns.steps)  # Of a scheduler that comes again.
-    assert again.ask(1, 1, load, BOTH, 13) == wanted
+    assert again.ask(b"1", 1, load, PEERS, 13) == wanted
     again.end(10, {"t": 6})  # A worker has been through with its turn meanwhile.
     assert again.loads == 2
     again.end(10, {"t": 6})

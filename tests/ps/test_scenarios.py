@@ -17,7 +17,7 @@ from tests.ps.processes import Cluster, cluster
 from tests.ps.scripts import raw_pushes
 from tests.ps.scripts.torch_digits import main, main_in_parts
 from tests.ps.sites import Site
-from tests.ps.soak import LIMIT_SECONDS, run
+from tests.ps.soak.__main__ import LIMIT_SECONDS, run
 from tests.ps.test_torch import same
 
 soak = pytest.mark.soak
@@ -197,7 +197,7 @@ def test_idle_processes_use_no_processor(site: Site) -> None:
 @pytest.mark.timeout(1200)
 def test_random_jobs_have_the_values_of_an_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "LIMIT_SECONDS", LIMIT_SECONDS)
-    run(["--jobs", "5", "--seed", "1"])
+    assert not run(["--jobs", "5", "--seed", "1"])
 
 
 def used(job: Cluster) -> dict[str, float]:

@@ -65,24 +65,25 @@ class CheckpointOrder:
     loads: int = 0  # How many the job has made.
     steps: Mapping[str, int] = field(default_factory=dict)
     _turn: int = 0
-    _holder: int | None = None  # The worker that saves or loads.
+    _holder: bytes | None = None  # The process that saves or loads.
     _request: int = 0  # With which it has asked.
 
     def ask(
-        self, worker: int, request: int, body: Mapping[str, Any], workers: Collection[int], now: int
+        self, peer: bytes, request: int, body: Mapping[str, Any], peers: Collection[bytes], now: int
     ) -> dict[str, Any] | None:
         """Return what a worker hears that wants to save or load; None: it is to wait.
 
-        A turn is `now`, a number that rises, or 0 where another worker has loaded for it.
-        `workers` are those that are there: the turn of one that is lost is over.
+        A turn is `now`, a number that rises, or 0 where another worker has loaded for it. `peers`
+        are the processes that are there: the turn of one that is lost is over, as is that of one
+        in whose place another one has come, which need not save or load.
         """
-        if self._holder == worker and self._request == request:
+        if self._holder == peer and self._request == request:
             return self._answer(self._turn)  # It was sent again.
-        if self._holder is not None and self._holder != worker and self._holder in workers:
+        if self._holder is not None and self._holder != peer and self._holder in peers:
             return None
         if body["what"] == LOAD and (body["number"] <= self.loads or body["late"]):
             return self._answer(0)
-        self._holder, self._request = worker, request
+        self._holder, self._request = peer, request
         self._turn = max(now, self._turn + 1)
         return self._answer(self._turn)
 

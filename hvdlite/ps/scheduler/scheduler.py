@@ -257,9 +257,8 @@ class Scheduler:
     # -- checkpoints
 
     def _turn(self, peer: bytes, message: Message) -> list[Answer]:
-        member = self._member(peer)
-        workers, now = self.membership.workers(), outside.rising_number()
-        body = self._turns.ask(member.number, message.request, message.body, workers, now)
+        peers, now = {each for each, _ in self._roll().values()}, outside.rising_number()
+        body = self._turns.ask(peer, message.request, message.body, peers, now)
         return [] if body is None else [_answer(peer, message, "turn", **body)]
 
     def _over(self, peer: bytes, message: Message) -> list[Answer]:
