@@ -5,6 +5,7 @@ python -m tests.parallel.sharding_edges
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import warnings
@@ -16,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
-from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor, local_tensors
+from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor
+from hvdlite.torch.sharding.leaves import Leaves
 
 SHARE, WIDTH = 4, 8
 
@@ -265,27 +267,75 @@ def check_a_second_try() -> None:
     assert torch.allclose(part(own(batch)), expected, atol=1e-5)
 
 
+class Holder(torch.nn.Module):
+    """A parameter that is cut by rows, and the leaves of a part that uses it."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (hvd.size(),))
+        self.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        self.leaves = Leaves(self, ["weight"])
+
+    def local(self) -> Any:
+        (found,) = self.leaves.local_tensors()
+        return found
+
+    def grad_after(self, *graphs: Any) -> Any:
+        self.weight.grad = None
+        for each in graphs:
+            each.sum().backward()
+        assert self.weight.grad is None or type(self.weight.grad) is DTensor
+        return None if self.weight.grad is None else self.weight.grad.to_local()
+
+
 def check_gradients_of_parameters() -> None:
     """They are DTensors, cut and laid out as `to_local` has them of a plain gradient."""
-    mesh = init_device_mesh("cpu", (hvd.size(),))
     whole = torch.arange(float(hvd.size() * 6)).reshape(-1, 3)
-    found = []
-    for local in (
-        lambda each: local_tensors([each])[0],
-        lambda each: each.to_local(grad_placements=each.placements),
-    ):
-        weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    holders = Holder(whole), Holder(whole)
+    calls = holders[0].local, lambda: holders[1].weight.to_local(grad_placements=[Shard(0)])
+    for holder, local in zip(holders, calls, strict=True):
         factor = torch.arange(6.0).reshape(3, 2).t()  # The gradient has other strides.
         for _ in range(2):
-            (local(weight) * factor).sum().backward()
-        found.append(weight.grad)
+            (local() * factor).sum().backward()
         with torch.no_grad():
-            assert local(weight).data_ptr() == weight._local_tensor.data_ptr()
-    ours, torchs = found
+            assert local().data_ptr() == holder.weight._local_tensor.data_ptr()
+    ours, torchs = (each.weight.grad for each in holders)
+    assert type(ours) is DTensor
     assert ours.placements == torchs.placements and ours.shape == torchs.shape
     assert torch.equal(ours.to_local(), 2 * factor)
     assert torch.equal(ours.full_tensor(), torchs.full_tensor())
     assert ours.to_local().stride() == ours.stride() == (3, 1)
+    (apart,) = torch.autograd.grad(holders[0].local().sum(), [holders[0].weight])
+    for each in (apart + ours, ours + apart, copy.deepcopy(apart), copy.copy(apart)):
+        assert type(each) is DTensor and each.placements == ours.placements
+
+
+def check_parameters_that_change_between_calls() -> None:
+    """Each call has what its parameters are then, and gradients go to these."""
+    holder = Holder(torch.ones(hvd.size() * 2, 3))
+    first = holder.local()
+    ones = torch.ones_like(first).detach()
+    assert holder.local() is first, "the graph of the call before is used again"
+    assert torch.equal(holder.grad_after(first * 2, holder.local() * 3), 5 * ones)
+    twin = copy.deepcopy(holder)
+    assert torch.equal(twin.grad_after(twin.local() * 2), 2 * ones)
+    assert torch.equal(holder.weight.grad.to_local(), 5 * ones)
+    seen = []
+    holder.weight.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad))
+    assert torch.equal(holder.grad_after(holder.local()), ones) and len(seen) == 1
+    holder.weight.requires_grad_(False)
+    assert not holder.local().requires_grad
+    holder.weight.requires_grad_(True)
+    assert torch.equal(holder.grad_after(holder.local()), ones)
+    old = holder.weight
+    holder.weight = torch.nn.Parameter(old.detach() * 4)
+    assert torch.equal(holder.local(), 4 * ones)
+    assert torch.equal(holder.grad_after(holder.local() * 2), 2 * ones)
+    assert torch.equal(old.grad.to_local(), ones)
+    holder.weight._local_tensor.data = 5 * ones
+    assert torch.equal(holder.local(), 5 * ones)
+    holder.double()
+    assert holder.grad_after(holder.local()).dtype == torch.float64
 
 
 CHECKS = [
@@ -302,6 +352,7 @@ CHECKS = [
     check_outputs_are_numbered_alike,
     check_a_second_try,
     check_gradients_of_parameters,
+    check_parameters_that_change_between_calls,
 ]
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,8 @@ class MeshCollectives:
             )
         self.rank = self._ranks.index(dist.get_rank())
         self.ranks = len(self._ranks)
+        # By members: the default group, and theirs.
+        self._groups: dict[tuple[int, ...], tuple[Callable[[], Any], Callable[[], Any]]] = {}
 
     def join(self, members: tuple[int, ...]) -> None:
         self._group(members)
@@ -90,7 +92,17 @@ class MeshCollectives:
         return found
 
     def _group(self, members: tuple[int, ...]) -> Any:
-        return _group(tuple(self._ranks[each] for each in members))
+        world = dist.group.WORLD
+        of_world, of_members = self._groups.get(members, (_none, _none))
+        found = of_members()
+        if found is None or of_world() is not world:
+            found = _group(tuple(self._ranks[each] for each in members))
+            self._groups[members] = ref(world), ref(found)
+        return found
+
+
+def _none() -> None:
+    return None
 
 
 # By the default group, which another one may follow in a process: the groups of ranks. Whoever

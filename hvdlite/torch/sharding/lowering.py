@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from hvdlite.common.layouts.exchange import along, coordinates_of, repeated, same_parts
@@ -27,6 +29,16 @@ from hvdlite.torch.sharding.record import Call, is_ref
 from hvdlite.torch.sharding.shares import scale_gradient, share_layout
 from hvdlite.torch.sharding.tracing import Traced
 
+aten = torch.ops.aten
+# The same operators as functions of Python, which take 1 to 2 us less for each call.
+_IN_PYTHON: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add, aten.mul.Tensor: torch.mul, aten.sub.Tensor: torch.sub,
+    aten.bmm.default: torch.bmm, aten.mm.default: torch.mm, aten.matmul.default: torch.matmul,
+    aten.linear.default: functional.linear, aten.layer_norm.default: torch.layer_norm,
+    aten.gelu.default: functional.gelu, aten.relu.default: torch.relu,
+    aten.reshape.default: torch.reshape, aten.transpose.int: torch.transpose,
+    aten.scaled_dot_product_attention.default: functional.scaled_dot_product_attention,
+}  # fmt: skip
 # The gradients of larger parameters are summed one by one, while backward goes on.
 _SMALL_BYTES = 1 << 18
 
@@ -275,7 +287,7 @@ class Lowering:
                 )
             for index, node in enumerate(nodes):
                 with self._graph.inserting_after(join):
-                    one = self._graph.call_function(_item, (join, index))
+                    one = self._graph.call_function(getitem, (join, index))
                 node.replace_all_uses_with(one)
                 self._graph.erase_node(node)
 
@@ -321,7 +333,7 @@ class Lowering:
         for index, name in enumerate(call.outputs):
             one = node
             if call.picks:
-                one = self._call(_item, (node, call.picks[index]), {})
+                one = self._graph.call_function(getitem, (node, call.picks[index]))
             if call.detached:
                 one = self._call(torch.ops.aten.detach.default, (one,), {})
             shape = self._record.shapes[name]
@@ -350,7 +362,7 @@ class Lowering:
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if isinstance(target, torch._ops.OpOverload):
-            return self._graph.call_function(target, args, kwargs)
+            return self._graph.call_function(_IN_PYTHON.get(target, target), args, kwargs)
         return self._module(
             _Step(target, args, kwargs),
             tuple(each for each in tree_leaves((args, kwargs)) if isinstance(each, Node)),
@@ -406,7 +418,3 @@ class Lowering:
             kind = getattr(call.target, "_schema", None)
             name = kind.name.partition("::")[2] if kind is not None else str(call.target)
             self._warnings.append((name, moved))
-
-
-def _item(values: Sequence[Any], index: int) -> Any:
-    return values[index]

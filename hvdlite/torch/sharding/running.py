@@ -29,7 +29,8 @@ from hvdlite.torch.process_group.registration import init_process_group
 from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.collectives import MeshCollectives
 from hvdlite.torch.sharding.distribution import distribute, held_layout
-from hvdlite.torch.sharding.dtensor import DTensor, local_tensors
+from hvdlite.torch.sharding.dtensor import DTensor
+from hvdlite.torch.sharding.leaves import Leaves, place_of
 from hvdlite.torch.sharding.loading import cut_what_is_loaded
 from hvdlite.torch.sharding.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
@@ -234,24 +235,12 @@ class _Runner:
         part.lowered.seed.value = seed
         for name, moved in part.lowered.warnings:
             _warn_once(name, moved)
-        held = local_tensors([table[name] for table, name in part.leaves])
-        if [each.shape for each in held] != part.shapes:
-            self._refuse_shapes(part, held)
-        return part, held
-
-    def _refuse_shapes(self, part: _Part, held: Sequence[torch.Tensor]) -> None:
-        for name, tensor, shape in zip(part.lowered.leaves, held, part.shapes, strict=True):
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{name} has come into a sharded part as {tuple(tensor.shape)} on this rank, "
-                    f"where it was planned as {tuple(shape)}: give a DTensor that is cut as it, or "
-                    "load values by hvd.checkpoint.load"
-                )
+        return part, part.leaves.local_tensors()
 
     def _check_filled(self, part: _Part) -> None:
         """Raise `ValueError` for a buffer without values, which NaN would come from."""
         for name, (local, version) in list(self._unfilled_buffers.items()):
-            table, own = self._place(name)
+            table, own = place_of(self._module, name)
             if table[own] is None or getattr(table[own], "_local_tensor", None) is not local:
                 is_filled = True  # Another one took its place.
             elif local.is_floating_point() or local.is_complex():
@@ -308,19 +297,9 @@ class _Runner:
             [isinstance(each, torch.nn.Parameter) for each in given],
         ).run()  # fmt: skip
         self._tensors = len(given)
-        places = [self._place(name) for name in lowered.leaves]
-        with torch.no_grad():
-            shapes = [each.shape for each in local_tensors([table[own] for table, own in places])]
-        part = _Part(lowered, places, shapes, traced.result)
+        part = _Part(lowered, Leaves(self._module, lowered.leaves), traced.result)
         self._parts[self._key(leaves, spec)] = part
         return part
-
-    def _place(self, name: str) -> tuple[dict[str, Any], str]:
-        """Return where a parameter or buffer is found, which another one may take the place of."""
-        path, _, own = name.rpartition(".")
-        submodule = self._module.get_submodule(path)
-        tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
-        return next(table for table in tables if own in table), own
 
     def _agreed(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan of this rank. Raises `ValueError` on all ranks if their plans differ."""
@@ -372,14 +351,10 @@ class _Runner:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part as it runs for tensors of some shapes: the graph, its leaves, and what it returns.
-
-    A leaf is a table of a module, and its name there; of `shapes` on this rank.
-    """
+    """A part as it runs for tensors of some shapes: the graph, its leaves, and what it returns."""
 
     lowered: Lowered
-    leaves: list[tuple[dict[str, Any], str]]
-    shapes: list[torch.Size]
+    leaves: Leaves
     result: Any
 
 

@@ -76,31 +76,40 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = closure()
     parts: list[_Part] = []
+    before: dict[int, _Part] = getattr(optimizer, "_parts", {})
+    states = optimizer.state
     groups: list[State] = []
     # That of plain parameters, and what belongs to none.
-    others = {key: each for key, each in optimizer.state.items() if not isinstance(key, DTensor)}
+    others = {key: each for key, each in states.items() if not isinstance(key, DTensor)}
     state: defaultdict[Any, Any] = defaultdict(dict, others)
     with torch.no_grad():
         for number, group in enumerate(optimizer.param_groups):
-            groups.append({**group, "params": []})
+            stepped: list[torch.Tensor] = []
+            groups.append({**group, "params": stepped})
             for place, parameter in enumerate(group["params"]):
-                if parameter.grad is None:
+                gradient = parameter.grad
+                if gradient is None:
                     continue
                 if not isinstance(parameter, DTensor):
-                    groups[-1]["params"].append(parameter)
+                    stepped.append(parameter)
                     continue
+                part = before.get(id(parameter))
+                if part is None or not part.is_of(parameter):
+                    part = _Part(parameter)
                 try:
-                    part = _Part(parameter, optimizer.state)
+                    # Every use of a tensor as a key takes a while.
+                    part.take(gradient, states.get(parameter) if states else None)
                 except _CutOtherwiseError as error:
                     raise ValueError(f"parameter {place} of group {number} {error}") from None
                 parts.append(part)
                 if part.given:
                     state[part.local] = dict(part.given)
-                groups[-1]["params"].append(part.local)
+                stepped.append(part.local)
         take_over(optimizer, step_over(optimizer, optimizer._base, groups, state))
         for part in parts:
-            part.publish(state, optimizer.state)
-    optimizer.state.update(state)
+            part.publish(state, states)
+    states.update(state)
+    optimizer._parts = {id(part.parameter): part for part in parts}
     return loss
 
 
@@ -114,22 +123,38 @@ class _CutOtherwiseError(Exception):
 
 
 class _Part:
-    """What this rank holds of one parameter, of its gradient and of its state, for one step."""
+    """What this rank holds of one parameter, of its gradient and of its state, for each step."""
 
-    __slots__ = ("_parameter", "_shape", "given", "local")
+    __slots__ = ("_address", "_held", "_shape", "_spec", "given", "local", "parameter")
 
-    def __init__(self, parameter: Any, states: Any) -> None:
-        """Raise `_CutOtherwiseError` for state that is cut otherwise than the parameter."""
-        self._parameter = parameter
+    def __init__(self, parameter: Any) -> None:
+        self.parameter = parameter
+        self._spec = parameter._spec
+        self._held = parameter._local_tensor
+        self._address, self._shape = self._held.data_ptr(), self._held.shape
+        self.local = self._with_rows(self._held.detach())
+        self.given: State = {}
+
+    def is_of(self, parameter: Any) -> bool:
+        """Return whether a parameter still holds what it did when this was made."""
         held = parameter._local_tensor
-        self._shape = held.shape
-        gradient = parameter.grad
-        if gradient.placements != parameter.placements:  # Summands, where DTensor computed it.
-            gradient = gradient.redistribute(placements=parameter.placements)
-        self.local = self._with_rows(held.detach())
+        return (
+            self._held is held
+            and self._spec is parameter._spec
+            and self.parameter is parameter
+            and self._address == held.data_ptr()
+        )
+
+    def take(self, gradient: Any, known: State | None) -> None:
+        """Take the gradient of a step, and the state that the parameter has.
+
+        Raises `_CutOtherwiseError` for state that is cut otherwise than the parameter.
+        """
+        placements = self._spec.placements
+        if gradient._spec is not self._spec and gradient.placements != placements:
+            # Summands, where DTensor computed it.
+            gradient = gradient.redistribute(placements=placements)
         self.local.grad = self._with_rows(self._part(gradient, "gradient"))
-        # Every use of a tensor as a key takes a while.
-        known: State | None = states.get(parameter) if states else None
         self.given = self._parts(known) if known else {}
 
     def _parts(self, known: State) -> State:
@@ -147,7 +172,7 @@ class _Part:
     def _part(self, tensor: Any, name: str) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             held: torch.Tensor = tensor._local_tensor
-            own, spec = self._parameter._spec, tensor._spec
+            own, spec = self._spec, tensor._spec
             # State that a step over local tensors has made mostly has the very spec.
             alike = spec is own or (spec.placements == own.placements and spec.mesh == own.mesh)
         else:
@@ -155,7 +180,7 @@ class _Part:
         if held.shape != self._shape or not alike:
             cut = f" at {tensor.placements}" if isinstance(tensor, DTensor) else ""
             raise _CutOtherwiseError(
-                f"is a DTensor at {self._parameter.placements} of which this rank holds "
+                f"is a DTensor at {self._spec.placements} of which this rank holds "
                 f"{tuple(self._shape)}, and its {name} is a {type(tensor).__name__} of "
                 f"{tuple(held.shape)}{cut}. State that was saved whole or in other parts is cut as "
                 "the parameter by hvd.checkpoint.load and by torch.distributed.checkpoint."
@@ -169,10 +194,11 @@ class _Part:
         The state of the local tensor is taken out of `stepped`.
         """
         # With it, backward through a graph from before the step is an error, as it always is.
-        increment_version(self._parameter)
+        increment_version(self.parameter)
+        self.local.grad = None
         for name, value in stepped.pop(self.local, {}).items() if stepped else ():
             if name not in self.given or value is not self.given[name]:
                 is_part = isinstance(value, torch.Tensor) and value.shape == self.local.shape
-                states[self._parameter][name] = (
-                    wrapped(value.view(self._shape), self._parameter._spec) if is_part else value
+                states[self.parameter][name] = (
+                    wrapped(value.view(self._shape), self._spec) if is_part else value
                 )
