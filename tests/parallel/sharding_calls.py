@@ -12,7 +12,7 @@ import hvdlite.torch as hvd
 from hvdlite.common.runtime.current import current
 from hvdlite.torch import sharding
 from hvdlite.torch.process_group.weights import watch_optimizers
-from hvdlite.torch.sharding import running
+from hvdlite.torch.sharding import runner
 from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor
 from hvdlite.torch.sharding.loading import cut_what_is_loaded
 from tests.parallel import sharding_steps
@@ -112,7 +112,7 @@ def check_weights_are_compared() -> None:
 
 def check_shapes_are_planned_once() -> None:
     """A last batch and a growing sequence are planned when they come, and never again."""
-    made, plan = [], running.plan
+    made, plan = [], runner.plan
 
     def counted(*args: Any, **options: Any) -> Any:
         made.append(args)
@@ -123,12 +123,12 @@ def check_shapes_are_planned_once() -> None:
     whole = torch.randn(SHARE * hvd.size(), 3, WIDTH)
     shares = [own(whole)[:, :length] for length in (3, 1, 2, 3, 2, 1, 1)]
     expected = [model(each).detach() for each in shares]
-    running.plan = counted
+    runner.plan = counted
     try:
         sharding.shard(model, example=shares[0], strategies={"": ((1, 1, 1), (1, hvd.size()))})
         found = [model(each) for each in shares]
     finally:
-        running.plan = plan
+        runner.plan = plan
     assert len(made) == 3, len(made)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-5)

@@ -15,9 +15,10 @@ import torch
 
 from hvdlite.common.layouts.exchange import coarsest_mesh
 from hvdlite.torch.sharding.distribution import layout_of_placements
-from hvdlite.torch.sharding.lowering import Lowering
+from hvdlite.torch.sharding.graph.lowering import Lowering
 from hvdlite.torch.sharding.meshes import nearest_placements
-from hvdlite.torch.sharding.plans import Plan, plan
+from hvdlite.torch.sharding.planning.planner import plan
+from hvdlite.torch.sharding.planning.plans import Plan
 from hvdlite.torch.sharding.shares import share_layout
 
 LIMIT_SECONDS = 60

@@ -8,26 +8,27 @@ sharding.set_strategy(block[0], ((2, 1), (1, 4)))
 sharded = sharding.shard(block, example=batch)
 output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
 
-    meshes       device meshes over hvdlite, layouts and placements on them
-    tracing      the operators of a module, from a run without values
-    record       what that run leaves: operators, and calls of them
-    rules        how each operator of torch may be cut
-    plans        strategies for all of them, and what they cost
-    lowering     the planned part as a graph on local tensors
-    moves        a tensor from one layout to another, and its gradient back
-    collectives  what ranks exchange for it
-    pieces       operators that are another computation on a part
-    running      what `shard` returns
-    loading      whole tensors that are loaded into it
-    steps        an optimizer's step over local tensors
-    shares       a rank's share of the batch, at both ends of the part
-    alltoalls    how DTensor cuts a tensor along another dimension
+    meshes        device meshes over hvdlite, layouts and placements on them
+    rules         how each operator of torch may be cut, and what runs on parts
+    planning      the operators of a module, and strategies for all of them
+    graph         the planned part as a graph on local tensors
+    running       what `shard` returns
+    runner        its calls: plans for new shapes, and the check that ranks do alike
+    collectives   what ranks exchange
+    shares        a rank's share of the batch, at both ends of the part
+    leaves        what a rank holds of parameters, in each call
+    distribution  parameters that become DTensors
+    loading       whole tensors that are loaded into them
+    steps         an optimizer's step over local tensors
+    dtensor       DTensors, where each version of torch has them
+    alltoalls     how DTensor cuts a tensor along another dimension
 """
 
 from __future__ import annotations
 
 from hvdlite.torch.sharding.meshes import layout, mesh, placements
-from hvdlite.torch.sharding.plans import Plan, Planned, plan, set_strategy
+from hvdlite.torch.sharding.planning.planner import plan, set_strategy
+from hvdlite.torch.sharding.planning.plans import Plan, Planned
 from hvdlite.torch.sharding.running import shard
 from hvdlite.torch.sharding.steps import local_step
 

@@ -10,7 +10,7 @@ import torch
 from hvdlite.common.layouts.layout import Layout, from_placements, whole
 from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor
 from hvdlite.torch.sharding.meshes import nearest_placements
-from hvdlite.torch.sharding.plans import named_tensors
+from hvdlite.torch.sharding.planning.planner import named_tensors
 
 
 def distribute(

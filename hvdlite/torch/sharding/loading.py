@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hvdlite.torch.sharding.dtensor import DTensor, Replicate, Shard, wrapped
-from hvdlite.torch.sharding.plans import named_tensors
+from hvdlite.torch.sharding.planning.planner import named_tensors
 
 
 def cut_what_is_loaded(module: Any, state_dict: Any, prefix: str, *others: Any) -> None:

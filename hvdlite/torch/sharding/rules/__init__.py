@@ -18,4 +18,5 @@ and what runs on parts where that is more than the operator itself:
     ring         attention over words that are cut
     losses       cross entropies whose classes are cut
     batches      batch normalization over samples that are cut
+    pieces       small ones, and random numbers
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.torch.sharding import pieces
+from hvdlite.torch.sharding.rules import pieces
 from hvdlite.torch.sharding.rules.rule import (
     Args,
     Axes,

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.torch.sharding import pieces
-from hvdlite.torch.sharding.rules import losses, ring
+from hvdlite.torch.sharding.rules import losses, pieces, ring
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes, pointwise
 from hvdlite.torch.sharding.rules.rule import (
     Args,

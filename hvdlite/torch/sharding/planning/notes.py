@@ -1,110 +1,41 @@
-"""The record of the operators of a module, while it runs on meta tensors.
-
-The record has two sides: `Operator`s, which say how each may be cut, and `Call`s, which say what
-runs. Both name tensors alike, and one call has one operator.
-"""
+"""What a record notes of each operator: how it may be cut, and the call of it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import CodeType
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.common.layouts.operators import Operand, Operator
-from hvdlite.torch.sharding import pieces
-from hvdlite.torch.sharding.rules import images, products
+from hvdlite.torch.sharding.planning.calls import Call, Ref, draws, updates_of
+from hvdlite.torch.sharding.rules import images, pieces, products
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
 from hvdlite.torch.sharding.rules.rule import Rule, tensors_of
 from hvdlite.torch.sharding.rules.table import rule_of
 
 aten = torch.ops.aten
-# Operators that are nothing on tensors without values.
-_NOTHING = {"lift_fresh", "detach_", "set_data", "requires_grad_"}
 _NEW = {
     "new_zeros": aten.zeros.default, "new_ones": aten.ones.default, "new_full": aten.full.default,
     "new_empty": aten.empty.memory_format,
 }  # fmt: skip
+_SEVERAL = {
+    "unbind": {"int"}, "chunk": {"default"}, "split": {"Tensor", "sizes"},
+    "split_with_sizes": {"default"}, "unsafe_split": {"Tensor"}, "unsafe_chunk": {"default"},
+}  # fmt: skip
+_CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
+_PRODUCTS = {"addmm": aten.mm.default, "baddbmm": aten.bmm.default}
 
 
-def _refuse_own_derivatives(tracer: CodeType) -> None:
-    """Raise `ValueError` inside an `autograd.Function` that is not torch's own.
+class Notes:
+    """Operators, named by the module that they run in, the calls of them, and names of tensors."""
 
-    The record has the operators of its forward; what it has written as their derivative would be
-    replaced by another one without a word. `tracer` is the code that runs the module.
-    """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not tracer:
-        if frame.f_code is _APPLY:
-            kind = frame.f_locals["cls"]
-            if not kind.__module__.startswith("torch."):
-                raise ValueError(
-                    f"{kind.__qualname__} has a backward() of its own, and a sharded part takes "
-                    "the derivatives of the operators in its forward(): call it outside of the part"
-                )
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor among the arguments of a call, by its name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """An operator as it runs: `operator` is its name in the plan, None for one without inputs.
-
-    `outputs` are the names of its results; `picks` are their places where it returns several.
-    `draws`: it draws random numbers. `changes`: the parameter or buffer that it changes in place.
-    `updates`: buffers that it changes beside its result. `detached`: it ran while gradients were
-    switched off. `bias`: what the next call adds to this product, if the operator can do so, too.
-    """
-
-    operator: str | None
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[str, ...]
-    picks: tuple[int, ...] = ()
-    rule: Rule | None = None
-    draws: bool = False
-    changes: str | None = None
-    updates: tuple[str, ...] = ()
-    detached: bool = False
-    bias: str | None = None
-
-    @property
-    def inputs(self) -> list[str]:
-        """The names of the tensors that it takes, in order."""
-        return [each.name for each in tree_leaves((self.args, self.kwargs)) if is_ref(each)]
-
-
-def is_ref(value: Any) -> bool:
-    """Return whether an argument of a call is a tensor."""
-    return isinstance(value, Ref)
-
-
-class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators, named by the module that they run in."""
-
-    def __init__(
-        self, names: Mapping[int, str], leaves: Mapping[str, torch.Tensor], tracer: CodeType
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
         self.operators: list[Operator] = []
         self.calls: list[Call] = []
-        # Tensors with values that the module has beside its parameters and buffers.
-        self.constants: dict[str, torch.Tensor] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         # The operators that have no rule.
@@ -113,52 +44,10 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The first operator that runs in no submodule.
         self.first: str | None = None
         self._names = dict(names)
-        self._tracer = tracer
-        self._leaves = set(leaves)
         # All tensors stay alive, so that their ids stay theirs.
         self._kept: list[Any] = []
         self._by_storage: dict[int, set[int]] = {}
-        # What a view of it has changed since, by ids, with the operator that did it.
-        self._stale: dict[int, str] = {}
         self._used: set[str] = set()
-        self._stand_ins: dict[int, torch.Tensor] = {}
-        for tensor in leaves.values():
-            self.know(tensor, self._names[id(tensor)])
-
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator, and note it."""
-        _refuse_own_derivatives(self._tracer)
-        given = tree_map(self._without_values, (tuple(args), dict(kwargs or {})))
-        args, options = given
-        kwargs = dict(options)
-        if "device" in kwargs or not tensors_of(args, kwargs):
-            kwargs = self._on_meta(function, kwargs)
-        name = function._schema.name.partition("::")[2]
-        if name in _NOTHING:
-            return args[0]
-        result = function(*args, **kwargs)
-        for each in tensors_of(args, kwargs):
-            self.check_fresh(each, name)
-        if function._schema.is_mutable:
-            self._in_place(function, name, args, kwargs, result)
-        else:
-            self._record(function, name, args, kwargs, result)
-        return result
-
-    def check_fresh(self, tensor: torch.Tensor, user: str) -> None:
-        """Raise `ValueError` for a tensor that a view of it has changed since."""
-        if id(tensor) in self._stale:
-            raise ValueError(
-                f"{self._stale[id(tensor)]} changes a tensor in place of which a view is used "
-                f"afterwards, by {user}: write it without changing in place, as a sharded part "
-                "runs on tensors of its own"
-            )
 
     def name(self, tensor: torch.Tensor) -> str:
         """Return the name of a tensor, which is a new one for one that was not seen before."""
@@ -174,62 +63,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()._cdata
         self._by_storage.setdefault(storage, set()).add(id(tensor))
 
-    def _without_values(self, value: Any) -> Any:
-        """Return a stand-in for a tensor with values, which becomes a constant."""
-        if not isinstance(value, torch.Tensor) or value.is_meta:
-            return value
-        if id(value) not in self._stand_ins:
-            stand_in = torch.empty_like(value, device="meta")
-            name = f"constant{len(self.constants)}"
-            # What the module has made of a list just now cannot be saved for a backward pass.
-            with torch.inference_mode(False):
-                self.constants[name] = value.clone() if value.is_inference() else value
-            self.know(stand_in, name)
-            self._stand_ins[id(value)] = stand_in
-        return self._stand_ins[id(value)]
-
-    @staticmethod
-    def _on_meta(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        takes = any(each.name == "device" for each in function._schema.arguments)
-        return {**kwargs, "device": torch.device("meta")} if takes else kwargs
-
-    def _in_place(
-        self, function: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Note an operator that changes its first argument as one with a new result."""
-        target = args[0] if args else None
-        packet = getattr(aten, name.removesuffix("_"), None)
-        overload = getattr(packet, function._overloadname, None)
-        if overload is None and name in _FUNCTIONAL:
-            overload = _FUNCTIONAL[name]
-        if result is not target or not isinstance(target, torch.Tensor) or overload is None:
-            raise ValueError(f"{function} changes tensors in place, which a sharded part cannot")
-        sharing = self._by_storage[target.untyped_storage()._cdata] - {id(target)}
-        own = self._names[id(target)]
-        if own in self._leaves:
-            if sharing:
-                raise ValueError(f"{function} changes {own}, which has views, in a sharded part")
-            self._record(function, name, args, kwargs, target, changes=own)
-            return
-        if any(self._names[each] in self._leaves for each in sharing):
-            raise ValueError(
-                f"{function} changes a part of a parameter or buffer in place, which a sharded "
-                "part cannot: keep it outside of the part"
-            )
-        self._stale |= dict.fromkeys(sharing, f"{self._path}{name}")
-        made = overload(*args, **kwargs)
-        if isinstance(made, torch.Tensor) and made.dtype != target.dtype:
-            self._record(overload, name, args, kwargs, made)
-            overload, name, args, kwargs = (
-                aten._to_copy.default, "_to_copy", (made,), {"dtype": target.dtype}
-            )  # fmt: skip
-        self._record(overload, name, args, kwargs, target, renames=True)
-
-    @property
-    def _path(self) -> str:
-        return f"{self.path[-1]}." if self.path else ""
-
-    def _record(
+    def note(
         self,
         function: Any,
         name: str,
@@ -272,7 +106,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note an operator that makes a tensor of none: each rank makes all of it."""
         call = Call(
             None, function, tuple(args), kwargs, (self.name(result),),
-            draws=_draws(function, args, kwargs),
+            draws=draws(function, args, kwargs),
         )  # fmt: skip
         self.calls.append(call)
 
@@ -306,7 +140,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name, function, refs[0], refs[1],
                 tuple(each for each, _ in outputs),
                 tuple(places) if several else (), rule,
-                _draws(function, refs[0], refs[1]), changes, _updates(function, refs[0]),
+                draws(function, refs[0], refs[1]), changes, updates_of(function, refs[0]),
                 not torch.is_grad_enabled(),
             )
         )  # fmt: skip
@@ -438,15 +272,6 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return name
 
 
-_SEVERAL = {
-    "unbind": {"int"}, "chunk": {"default"}, "split": {"Tensor", "sizes"},
-    "split_with_sizes": {"default"}, "unsafe_split": {"Tensor"}, "unsafe_chunk": {"default"},
-}  # fmt: skip
-_CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
-_PRODUCTS = {"addmm": aten.mm.default, "baddbmm": aten.bmm.default}
-_FUNCTIONAL = {"normal_": aten.normal_functional.default, "zero_": aten.zeros_like.default}
-
-
 def _has_dim(name: str, args: Sequence[Any]) -> bool:
     return len(args) > (1 if name == "unbind" else 2)
 
@@ -460,26 +285,3 @@ def _new(name: str, args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> 
 def _result_is_given(result: Any, given: Sequence[torch.Tensor]) -> bool:
     """Return whether an operator returns the very tensor that it was given."""
     return any(result is each for each in given)
-
-
-def _updates(function: Any, refs: Sequence[Any]) -> tuple[str, ...]:
-    """Return the running statistics that a norm over a batch changes."""
-    if function is not aten.batch_norm.default or not refs[5]:
-        return ()
-    return tuple(each.name for each in refs[3:5] if is_ref(each))
-
-
-def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator draws random numbers: a dropout of rate 0 does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
-        return False
-    given = {
-        argument.name: args[index] if index < len(args) else kwargs.get(argument.name, default)
-        for index, argument in enumerate(function._schema.arguments)
-        for default in [argument.default_value if argument.has_default_value() else None]
-    }
-    rates = [
-        given[name] for name in ("p", "dropout_p", "dropout") if isinstance(given.get(name), float)
-    ]
-    switches = [given[name] for name in ("train", "training") if given.get(name) is not None]
-    return all(rates) and all(switches)

@@ -13,32 +13,22 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
-from torch.nn import functional
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_map
 
 from hvdlite.common.layouts.exchange import along, coordinates_of, repeated, same_parts
 from hvdlite.common.layouts.layout import Layout, whole
 from hvdlite.common.layouts.operators import Operator, layout_of, summed_gradient
 from hvdlite.common.layouts.propagation import Choice
 from hvdlite.common.layouts.transfer import bytes_to_receive
-from hvdlite.torch.sharding import pieces
 from hvdlite.torch.sharding.collectives import Collectives
-from hvdlite.torch.sharding.moves import JoinedSums, Move, Summed
-from hvdlite.torch.sharding.record import Call, is_ref
+from hvdlite.torch.sharding.graph.builder import Builder
+from hvdlite.torch.sharding.graph.moves import Move, Summed
+from hvdlite.torch.sharding.planning.calls import Call, is_ref
+from hvdlite.torch.sharding.planning.tracing import Traced
+from hvdlite.torch.sharding.rules import pieces
 from hvdlite.torch.sharding.shares import scale_gradient, share_layout
-from hvdlite.torch.sharding.tracing import Traced
 
-aten = torch.ops.aten
-# The same operators as functions of Python, which take 1 to 2 us less for each call.
-_IN_PYTHON: dict[Any, Callable[..., Any]] = {
-    aten.add.Tensor: torch.add, aten.mul.Tensor: torch.mul, aten.sub.Tensor: torch.sub,
-    aten.bmm.default: torch.bmm, aten.mm.default: torch.mm, aten.matmul.default: torch.matmul,
-    aten.linear.default: functional.linear, aten.layer_norm.default: torch.layer_norm,
-    aten.gelu.default: functional.gelu, aten.relu.default: torch.relu,
-    aten.reshape.default: torch.reshape, aten.transpose.int: torch.transpose,
-    aten.scaled_dot_product_attention.default: functional.scaled_dot_product_attention,
-}  # fmt: skip
 # The gradients of larger parameters are summed one by one, while backward goes on.
 _SMALL_BYTES = 1 << 18
 
@@ -89,24 +79,6 @@ class _Site:
         return along(self.matrix, axes, self.collectives.rank)
 
 
-class _Step(torch.nn.Module):
-    """A function whose arguments are the tensors of the graph and what was known before."""
-
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
-        super().__init__()
-        leaves, self._spec = tree_flatten((list(args), dict(kwargs)))
-        self._function = function
-        self._leaves = [None if isinstance(each, Node) else each for each in leaves]
-        self._places = [i for i, each in enumerate(leaves) if isinstance(each, Node)]
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        return self._function(*args, **kwargs)
-
-
 class Lowering:
     """Builds the graph of one plan, for this rank."""
 
@@ -129,12 +101,10 @@ class Lowering:
         self._ranks = collectives.ranks
         self._device = device
         self._shared = shared or [False] * len(traced.inputs)
-        self._graph = Graph()
-        self._root = torch.nn.Module()
+        self._builder = Builder(collectives)
         self._values: dict[str, _Value] = {}
         self._moved: dict[Any, Any] = {}
         self._seed, self._draws = pieces.Seed(), 0
-        self._steps = 0
         self._warnings: list[tuple[str, int]] = []
         self._held_products: dict[str, Call] = {}
         self._leaf_nodes: dict[Any, str] = {}
@@ -145,33 +115,29 @@ class Lowering:
         self._inputs()
         used = self._used_leaves()
         for name in used:
-            node = self._graph.placeholder(f"leaf{len(self._values)}")
+            node = self._builder.input(f"leaf{len(self._values)}")
             self._values[name] = _Value(node, self._record.shapes[name], self._leaves[name])
             self._leaf_nodes[node] = name
         for name, tensor in self._record.constants.items():
             buffer = f"constant{len(self._values)}"
-            self._root.register_buffer(buffer, tensor, persistent=False)
             shape = tuple(tensor.shape)
-            self._values[name] = _Value(
-                self._graph.get_attr(buffer), shape, whole(len(shape), self._ranks), (), True
-            )
+            node = self._builder.constant(buffer, tensor)
+            self._values[name] = _Value(node, shape, whole(len(shape), self._ranks), (), True)
         for call in self._record.calls:
             self._lower(call)
-        self._graph.output([self._output(i, n) for i, n in enumerate(self._traced.outputs)])
-        self._join_sums()
-        self._graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
-        self._graph.lint()
-        graph = GraphModule(self._root, self._graph, "ShardedPart")
+        outputs = [self._output(i, n) for i, n in enumerate(self._traced.outputs)]
+        self._builder.join_sums(self._small_leaves())
+        graph = self._builder.finish(outputs)
         return Lowered(graph, used, self._seed, self._draws > 0, self._warnings)
 
     # What goes in, and what comes out.
 
     def _inputs(self) -> None:
         for name, shared in zip(self._traced.inputs, self._shared, strict=True):
-            node = self._graph.placeholder(name)
+            node = self._builder.input(name)
             shape = self._record.shapes[name]
             if not shared:
-                node = self._graph.call_function(scale_gradient, (node, float(self._ranks)))
+                node = self._builder.function(scale_gradient, node, float(self._ranks))
             held = whole(len(shape), self._ranks) if shared else share_layout(shape, self._ranks)
             value = _Value(node, shape, held)
             if name in self._choices:  # A strategy for the input itself.
@@ -187,7 +153,7 @@ class Lowering:
             return self._wanted(name, whole(len(value.shape), self._ranks), ())
         wanted, losses = self._leaving(index, name)
         node = self._wanted(name, wanted, losses)
-        return self._graph.call_function(scale_gradient, (node, 1 / self._ranks))
+        return self._builder.function(scale_gradient, node, 1 / self._ranks)
 
     def _leaving(self, index: int, name: str) -> tuple[Layout, Summed]:
         """Return how an output leaves: ranks with equal parts have losses of their own."""
@@ -246,50 +212,26 @@ class Lowering:
             move = Move(
                 value.shape, value.layout, value.summed, wanted, gradient_summed, self._collectives
             )
-            self._moved[key] = self._module(move, (value.node,))
+            self._moved[key] = self._builder.module(move, (value.node,))
         return self._moved[key]
 
     def _settled(self, name: str, value: _Value) -> _Value:
         """Take the sum of what is wanted in several layouts only once."""
         move = Move(value.shape, value.layout, value.summed, value.layout, (), self._collectives)
-        node = self._module(move, (value.node,))
+        node = self._builder.module(move, (value.node,))
         self._values[name] = _Value(node, value.shape, value.layout, (), value.is_made)
         return self._values[name]
 
-    def _module(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
-        name = f"step{self._steps}"
-        self._steps += 1
-        self._root.add_module(name, module)
-        return self._graph.call_module(name, args)
-
-    def _join_sums(self) -> None:
-        """Take the sums of small gradients, as of biases and norms, by one exchange in the end."""
+    def _small_leaves(self) -> dict[Any, torch.dtype]:
+        """Return the leaves of little memory that nobody changes: biases, and weights of norms."""
         changed = {name for call in self._record.calls for name in (call.changes, *call.updates)}
-        joined: dict[Any, list[Any]] = {}
-        for node in self._graph.nodes:
-            name = self._leaf_nodes.get(next(iter(node.args), None))
-            if name is None or name in changed or node.op != "call_module":
-                continue
-            move = self._root.get_submodule(node.target)
-            if not isinstance(move, Move):
-                continue
+        found = {}
+        for node, name in self._leaf_nodes.items():
             dtype, layout = self._record.dtypes[name], self._leaves[name]
             part = math.prod(self._record.shapes[name]) // math.prod(layout.cuts)
-            if move.sums_gradient_among and part * dtype.itemsize <= _SMALL_BYTES:
-                joined.setdefault((move.sums_gradient_among, dtype), []).append(node)
-        after = list(self._leaf_nodes)[-1:]
-        for (members, _), nodes in joined.items():
-            if len(nodes) == 1:
-                continue
-            with self._graph.inserting_after(*after):
-                join = self._module(
-                    JoinedSums(members, self._collectives), tuple(each.args[0] for each in nodes)
-                )
-            for index, node in enumerate(nodes):
-                with self._graph.inserting_after(join):
-                    one = self._graph.call_function(getitem, (join, index))
-                node.replace_all_uses_with(one)
-                self._graph.erase_node(node)
+            if name not in changed and part * dtype.itemsize <= _SMALL_BYTES:
+                found[node] = dtype
+        return found
 
     # Calls.
 
@@ -320,7 +262,7 @@ class Lowering:
             self._warn(call, choice)
         if call.draws:
             target = self._drawing(target, choice, operator)
-        node = self._call(target, args, kwargs)
+        node = self._builder.operator(target, args, kwargs)
         if call.changes is not None:
             self._check_change(call, call.changes, choice.inputs[0])
             return
@@ -333,9 +275,9 @@ class Lowering:
         for index, name in enumerate(call.outputs):
             one = node
             if call.picks:
-                one = self._graph.call_function(getitem, (node, call.picks[index]))
+                one = self._builder.function(getitem, node, call.picks[index])
             if call.detached:
-                one = self._call(torch.ops.aten.detach.default, (one,), {})
+                one = self._builder.operator(torch.ops.aten.detach.default, (one,), {})
             shape = self._record.shapes[name]
             layout = layout_of(operator.outputs[index], choice.cuts, self._ranks)
             self._values[name] = _Value(one, shape, layout, summed, made)
@@ -360,14 +302,6 @@ class Lowering:
             and same_parts(choice.output, adding.output, self._record.shapes[product])
         )
 
-    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        if isinstance(target, torch._ops.OpOverload):
-            return self._graph.call_function(_IN_PYTHON.get(target, target), args, kwargs)
-        return self._module(
-            _Step(target, args, kwargs),
-            tuple(each for each in tree_leaves((args, kwargs)) if isinstance(each, Node)),
-        )
-
     def _make(self, call: Call) -> None:
         args, kwargs = tree_map(self._real, (call.args, call.kwargs))
         target = call.target
@@ -377,7 +311,11 @@ class Lowering:
         name = call.outputs[0]
         shape = self._record.shapes[name]
         self._values[name] = _Value(
-            self._call(target, args, kwargs), shape, whole(len(shape), self._ranks), (), True
+            self._builder.operator(target, args, kwargs),
+            shape,
+            whole(len(shape), self._ranks),
+            (),
+            True,
         )
 
     def _real(self, value: Any) -> Any:

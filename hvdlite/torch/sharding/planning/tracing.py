@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvdlite.torch.sharding.record import Record, Ref
+from hvdlite.torch.sharding.planning.calls import Ref
+from hvdlite.torch.sharding.planning.record import Record
 from hvdlite.torch.sharding.rules.attention import HeadsApart
 
 # The attribute of a sharded module that has the forward() from before.
