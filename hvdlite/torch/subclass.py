@@ -160,15 +160,20 @@ class IterationHooks:
         # the search has ended.
         self._search: Any = None
         self._searching = True
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(self._on_step_start),
-            optimizer.register_step_post_hook(self._on_step_end),
-        ]
-        self._exchange: Any = getattr(optimizer, "_exchange", None)
-        if self._exchange is not None and self._exchange.hooks_all:
-            self._exchange.listeners = (*self._exchange.listeners, self._on_gradient)
+        # Discards the marks of this iteration, since its gradients are set to zero.
+        self.start_over = steps.start_over
+        self._handles: list[Any] = [optimizer.register_step_post_hook(self._on_step_end)]
+        if not steps.coarse:
+            self._handles.append(optimizer.register_step_pre_hook(self._on_step_start))
+        self._output_hooks: list[Any] = []
+        exchange: Any = getattr(optimizer, "_exchange", None)
+        if exchange is not None and exchange.hooks_all:
+            self._handles.append(
+                _Listening(exchange, "before_waiting", steps.backward_ended)
+                if steps.coarse
+                else _Listening(exchange, "listeners", self._on_gradient)
+            )
         else:
-            self._exchange = None
             self._handles += [
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 for group in optimizer.param_groups
@@ -181,12 +186,10 @@ class IterationHooks:
         """Remove all hooks; idempotent."""
         self._searching = False
         self._pause_search()
-        for handle in self._handles:
+        for handle in (*self._handles, *self._output_hooks):
             handle.remove()
         self._handles.clear()
-        if self._exchange is not None:
-            others = (each for each in self._exchange.listeners if each != self._on_gradient)
-            self._exchange.listeners = tuple(others)
+        self._output_hooks.clear()
 
     # -- forward
 
@@ -211,10 +214,8 @@ class IterationHooks:
         if optimized.isdisjoint(map(id, module.parameters())):
             return
         self._pause_search()  # Modules that are called inside of this one are not outermost.
-        self._handles += [
-            module.register_forward_pre_hook(_ModuleHook(_uncompiled(self._on_forward))),
-            module.register_forward_hook(_ModuleHook(_uncompiled(self._on_output))),
-        ]
+        self._handles.append(module.register_forward_pre_hook(_ModuleHook(self._on_forward)))
+        self._output_hooks.append(module.register_forward_hook(_ModuleHook(self._on_output)))
         self._on_forward(module, args)
 
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
@@ -264,13 +265,16 @@ class IterationHooks:
             self._unseen_steps += not accepted
             self._searching = not accepted and self._unseen_steps < UNSEEN_STEPS
             if not self._searching:
-                self._pause_search()
+                self._end_search()
                 if not accepted:
                     _warn_unseen()
 
-    def start_over(self) -> None:
-        """Discard the marks of this iteration, since its gradients are set to zero."""
-        self._steps.start_over()
+    def _end_search(self) -> None:
+        self._pause_search()
+        if self._steps.coarse:
+            for handle in self._output_hooks:
+                handle.remove()
+            self._output_hooks.clear()
 
 
 def _warn_unseen() -> None:
@@ -292,14 +296,32 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class _ModuleHook:
-    """A hook that calls a function; a copied module's copy does nothing."""
+    """A hook that calls a function, also of compiled code; a copied module's copy does nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
+        # Every call of one that torch.compile leaves alone takes some 5 us.
+        self._of_compiled = None if function is None else _uncompiled(function)
 
     def __call__(self, *arguments: Any) -> None:
-        if self._function is not None:
-            self._function(*arguments)
+        function = self._of_compiled if torch.compiler.is_compiling() else self._function
+        if function is not None:
+            function(*arguments)
 
     def __reduce__(self) -> Any:
         return _ModuleHook, ()
+
+
+class _Listening:
+    """A function among those that an exchange calls, until `remove`."""
+
+    def __init__(self, exchange: Any, place: str, function: Callable[[], None]) -> None:
+        self._exchange, self._place, self._function = weakref.ref(exchange), place, function
+        setattr(exchange, place, (*getattr(exchange, place), function))
+
+    def remove(self) -> None:
+        exchange = self._exchange()
+        if exchange is not None:
+            functions = getattr(exchange, self._place)
+            others = tuple(each for each in functions if each != self._function)
+            setattr(exchange, self._place, others)

@@ -1,10 +1,10 @@
 """What a rank counts: steps, times, collectives, and what its process and host are doing.
 
-    training thread      a finished step -> sums
-    engine thread        a collective that has run -> sums by collective
-    thread "hvdlite-live"  once a second: all of it, as one line for the launcher
+    training thread      a finished step -> queue
+    engine thread        a collective that has run -> the same queue
+    thread "hvdlite-live"  once a second: queue -> sums, all of it, as one line for the launcher
 
-The times of steps are those of the iteration trace, by the same hooks.
+The times of steps are those of the iteration trace, by fewer hooks.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ OF_COLLECTIVES = (
 class Counts(Following):
     """The counts of one rank, from world to world of an elastic job."""
 
+    _coarse = True
+
     def __init__(self, runtime: Runtime, *, between_steps: bool = False) -> None:
         """Begin to count; steps of a trainer that has begun one after it if `between_steps`."""
-        super().__init__(runtime)
-        self._lock = threading.Lock()  # Guards the sums.
+        super().__init__(runtime)  # The lock of `settle` guards the sums.
         self._sums: dict[str, float] = dict.fromkeys((*OF_STEPS, *OF_REQUESTS), 0)
         self._reported = runtime.engine.reported
         self._by_collective: dict[str, list[float]] = {}
@@ -60,13 +61,12 @@ class Counts(Following):
         self._process = ProcessFacts()
         self._stopping = threading.Event()
         self._runs: deque[SegmentRun] = deque(maxlen=MOST_RUNS)
-        self._stepped = threading.Event()
         self._tells = False
         self._begin(between_steps=between_steps)
 
     def tell_launcher(self) -> None:
         """Tell the launcher from now on, where there is one; idempotent."""
-        with self._lock:
+        with self._settling:
             begins, self._tells = not self._tells and launcher_pipe() is not None, True
         if begins:
             threading.Thread(target=self._tell, name="hvdlite-live", daemon=True).start()
@@ -78,6 +78,8 @@ class Counts(Following):
 
     @property
     def steps(self) -> int:
+        """How many steps have ended."""
+        self.settle()
         return int(self._sums["steps_total"])
 
     def stop(self) -> None:
@@ -89,29 +91,28 @@ class Counts(Following):
 
     def enter(self, runtime: Runtime) -> None:
         """Go on in another world; the time between them belongs to no step."""
-        with self._lock:
+        with self._settling:
+            self.settle()
             self._count_requests()
             super().enter(runtime)
             self._reported = runtime.engine.reported
-        self._last_end = None
+            self._last_end = None
 
     # -- what occurs
 
-    def _on_run(self, run: SegmentRun) -> None:
-        with self._lock:
-            sums = self._by_collective.get(run.collective)
-            if sums is None:
-                sums = self._by_collective[run.collective] = [0, 0, 0, 0.0]
-            sums[0] += 1
-            sums[1] += len(run.names)
-            sums[2] += run.bytes
-            sums[3] += run.end - run.start
+    def _put_run(self, run: SegmentRun, of_iteration: bool) -> None:
+        sums = self._by_collective.get(run.collective)
+        if sums is None:
+            sums = self._by_collective[run.collective] = [0, 0, 0, 0.0]
+        sums[0] += 1
+        sums[1] += len(run.names)
+        sums[2] += run.bytes
+        sums[3] += run.end - run.start
         self._runs.append(run)
-        if not self._assign(run):
+        if not of_iteration:
             waited = self._wait_of(run, self._waited_until)
-            with self._lock:
-                self._waited_until = max(self._waited_until, run.start)
-                self._sums["peers_waited_seconds_total"] += waited
+            self._waited_until = max(self._waited_until, run.start)
+            self._sums["peers_waited_seconds_total"] += waited
 
     def _wait_of(self, run: SegmentRun, since: float) -> float:
         """Return how long a tensor that was ready has waited for other ranks from `since` on."""
@@ -133,23 +134,22 @@ class Counts(Following):
         data = 0.0 if self._last_end is None else start - self._last_end
         self._last_end = end
         own = optimizer or 0.0
-        with self._lock:
-            sums = self._sums
-            sums["steps_total"] += 1
-            sums["step_seconds_total"] += data + end - start
-            sums["compute_seconds_total"] += ready - start + (0.0 if bp_end is None else own)
-            sums["data_seconds_total"] += data
-            sums["exchange_hidden_seconds_total"] += hidden
-            sums["exchange_waited_seconds_total"] += max(end - ready - own, 0.0)
-            sums["peers_waited_seconds_total"] += waited
-            sums["samples_total"] += samples
-        self._stepped.set()
+        sums = self._sums
+        sums["steps_total"] += 1
+        sums["step_seconds_total"] += data + end - start
+        sums["compute_seconds_total"] += ready - start + (0.0 if bp_end is None else own)
+        sums["data_seconds_total"] += data
+        sums["exchange_hidden_seconds_total"] += hidden
+        sums["exchange_waited_seconds_total"] += max(end - ready - own, 0.0)
+        sums["peers_waited_seconds_total"] += waited
+        sums["samples_total"] += samples
 
     # -- who asks
 
     def values(self) -> dict[str, float]:
         """Return all counts by their public names."""
-        with self._lock:
+        with self._settling:
+            self.settle()
             self._count_requests()
             found = dict(self._sums)
             for collective, sums in self._by_collective.items():
@@ -173,12 +173,17 @@ class Counts(Following):
 
     def wait_for_steps(self, steps: int, seconds: float) -> int:
         """Return when so many more steps have ended, or after so long without one; how many did."""
-        first = self.steps
-        while self.steps - first < steps:
-            self._stepped.clear()
-            if self.steps - first < steps and not self._stepped.wait(seconds):
-                break
-        return self.steps - first
+        stepped = threading.Event()
+        self._on_end = stepped.set
+        try:
+            first = self.steps
+            while self.steps - first < steps:
+                stepped.clear()
+                if self.steps - first < steps and not stepped.wait(seconds):
+                    break
+            return self.steps - first
+        finally:
+            self._on_end = None
 
     def history(self, wanted: str) -> dict[str, Any]:
         """Return what was run of a tensor of late, on the clock of rank 0.
@@ -187,7 +192,10 @@ class Counts(Following):
         when the exchange began and ended, and what was exchanged together. The name may lack its
         collective. Without a tensor of the name, `others` are names that contain it, or all.
         """
-        runs, shift = list(self._runs), self._runtime.engine.clock_offset_seconds
+        with self._settling:
+            self.settle()
+            runs = list(self._runs)
+        shift = self._runtime.engine.clock_offset_seconds
         groups = dict.fromkeys(run.names for run in reversed(runs))  # The same in each step.
         names = dict.fromkeys(name for group in groups for name in group)
         name = next((each for each in names if wanted in (each, each.partition(".")[2])), None)
@@ -205,8 +213,9 @@ class Counts(Following):
         """Send a line a second; where lines are a host's standard error, one of all its ranks."""
         while not self._stopping.wait(self._period()):
             runtime = self._runtime
+            values = self.values()
             (_, tensor), self._longest = self._longest, (0.0, "")
-            sample = Sample(runtime.rank, runtime.topology.size, self.values(), tensor)
+            sample = Sample(runtime.rank, runtime.topology.size, values, tensor)
             tell_launcher("live", pack(sample))
 
     def _period(self) -> float:

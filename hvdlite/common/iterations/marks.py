@@ -1,9 +1,10 @@
-"""One iteration while it runs: the times that its trainer or block marks, and its reductions."""
+"""One iteration while it runs: the times that its trainer or block marks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from hvdlite.common.iterations.rows import IterationTimes
 from hvdlite.common.plain.entries import SegmentRun
@@ -11,33 +12,52 @@ from hvdlite.common.plain.entries import SegmentRun
 now = time.monotonic
 
 
+class EndedStep(NamedTuple):
+    """A step that has ended; which reductions belong to it is found later."""
+
+    steps: StepMarks
+    times: IterationTimes  # Without the optimizer's own time.
+    optimizer: tuple[float, float] | None  # When its own step began and ended.
+
+    def finished(self, runs: Sequence[SegmentRun]) -> IterationTimes:
+        """Return the times, with the optimizer's own, without the work of a closure inside it."""
+        if self.optimizer is None:
+            return self.times
+        start, end = self.optimizer
+        starts = [start, self.times.bp_end or 0.0, *(run.end for run in runs if run.end <= end)]
+        return self.times._replace(optimizer_time=max(end - max(starts), 0.0))
+
+
 class StepMarks:
-    """The marks of the step that one trainer is in, and the reductions of its gradients."""
+    """The marks of the step that one trainer is in."""
 
     def __init__(
         self,
-        names: Callable[[], Collection[str]],
-        end: Callable[[IterationTimes, list[SegmentRun]], bool],
+        names: Callable[[], Collection[str] | None],
+        end: Callable[[EndedStep], bool],
+        *,
+        coarse: bool = False,
     ) -> None:
-        """Mark steps of the trainer whose gradients have these `names`.
+        """Mark steps of the trainer whose gradients have these `names`; None: it is gone.
 
-        `end` receives the times and reductions of each finished step; it returns whether it accepts
-        them.
+        `end` receives each finished step; it returns whether it accepts it. With `coarse` a trainer
+        may leave out `forward_ended` and `optimizer_started`, and mark the end of backward where it
+        begins to wait for other ranks: this costs less.
         """
+        self.coarse = coarse
         self._names = names
         self._end = end
         # A copy of `names`, made again when their number changes: building it each time is slow.
-        self._cached_names: frozenset[str] = frozenset()
+        self._cached_names = frozenset(names() or ())
         self._clear()
 
     def _clear(self) -> None:
         self.fp_start: float | None = None
         self.fp_end: float | None = None
         self.bp_end: float | None = None
-        self.optimizer_time: float | None = None
-        self.runs: list[SegmentRun] = []
         self.samples = 0
         self._optimizer_start = 0.0
+        self._optimizer_end: float | None = None
 
     def forward_started(self, samples: int = 0) -> None:
         """Mark the beginning of forward with so many samples; the first mark in a step counts."""
@@ -57,18 +77,16 @@ class StepMarks:
         self._optimizer_start = now()
 
     def optimizer_ended(self) -> None:
-        """Mark the end of the optimizer's own step, without the work of a closure inside it."""
-        starts = [self._optimizer_start, self.bp_end or 0.0, *(run.end for run in self.runs)]
-        self.optimizer_time = max(now() - max(starts), 0.0)
+        """Mark the end of the optimizer's own step."""
+        self._optimizer_end = now()
 
     def ended(self) -> bool:
         """Mark the end of the step; return whether it makes a row, which needs its beginning."""
-        times = IterationTimes(
-            self.fp_start, self.fp_end, self.bp_end, self.optimizer_time, now(), self.samples
-        )
-        accepted = self._end(times, self.runs)
+        times = IterationTimes(self.fp_start, self.fp_end, self.bp_end, None, now(), self.samples)
+        end = self._optimizer_end
+        span = None if end is None else (self._optimizer_start, end)
         self._clear()
-        return accepted
+        return self._end(EndedStep(self, times, span))
 
     def start_over(self) -> None:
         """Discard the marks, if a backward pass has ended: its gradients were thrown away."""
@@ -78,7 +96,7 @@ class StepMarks:
     def owns(self, run: SegmentRun) -> bool:
         """Return whether a reduction is of gradients of this trainer."""
         names = self._names()
-        if len(names) != len(self._cached_names):
+        if names is not None and len(names) != len(self._cached_names):
             self._cached_names = frozenset(names)
         return run.gradient_of(self._cached_names) is not None
 
@@ -93,17 +111,16 @@ class IterationMarks:
     def __init__(
         self,
         begin: Callable[[IterationMarks], None],
-        end: Callable[[IterationTimes | None, list[SegmentRun]], None],
+        end: Callable[[IterationMarks], None],
     ) -> None:
-        """Call `begin` on entry and `end` on exit, with None for the times if the block raised."""
+        """Call `begin` on entry and `end` on exit."""
         self._begin = begin
         self._end = end
-        self._start = 0.0
+        self.start = 0.0
+        self.end: float | None = None  # None: discarded, or not ended.
         self._forward_end: float | None = None
         self._backward_end: float | None = None
         self._reduced: float | None = None
-        self._hooked: list[IterationTimes] = []  # of the steps of optimizers inside the block
-        self.runs: list[SegmentRun] = []
 
     def forward_done(self) -> None:
         """Mark that the model has its output; the last call counts."""
@@ -117,39 +134,37 @@ class IterationMarks:
         """Mark that all gradients are reduced, and only the optimizer's own step is left."""
         self._reduced = now()
 
-    def absorb(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
-        """Record the step of an optimizer with hooks inside the block."""
-        self._hooked.append(times)
-        self.runs += runs
-
     def discard(self) -> None:
         """End the block without a row."""
-        self._end(None, self.runs)
+        self._end(self)
 
     def __enter__(self) -> IterationMarks:
         self._begin(self)
-        self._start = now()
+        self.start = now()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        end = now()
-        if kind is not None:
-            self.discard()
-        else:
-            self._end(self._times(end), self.runs)
+        if kind is None:
+            self.end = now()
+        self._end(self)
 
-    def _times(self, end: float) -> IterationTimes:
-        hooked = self._hooked
+    def finished(
+        self, runs: Sequence[SegmentRun], hooked: Sequence[IterationTimes]
+    ) -> IterationTimes:
+        """Return the times; `hooked` are those of steps of optimizers with hooks inside of it."""
+        assert self.end is not None
         in_optimizers = [
             times.optimizer_time for times in hooked if times.optimizer_time is not None
         ]
-        last_ready = _latest(run.ready for run in self.runs)
+        own = sum(in_optimizers) if in_optimizers else None
         return IterationTimes(
-            self._start,
+            self.start,
             self._forward_end or _latest(times.fp_end for times in hooked),
-            self._backward_end or _latest(times.bp_end for times in hooked) or last_ready,
-            end - self._reduced if self._reduced else sum(in_optimizers) if in_optimizers else None,
-            end,
+            self._backward_end
+            or _latest(times.bp_end for times in hooked)
+            or _latest(run.ready for run in runs),
+            self.end - self._reduced if self._reduced else own,
+            self.end,
             sum(times.samples for times in hooked),
         )
 

@@ -1,8 +1,8 @@
 """The iteration trace: one row for every iteration of this rank, on a clock that all ranks share.
 
     training thread      StepMarks (an optimizer), IterationMarks (a block) -> times -> queue
-    engine thread        finished reductions -> the marks of the iteration that they belong to
-    writer thread        queue -> rows -> file
+    engine thread        finished reductions -> the same queue
+    writer thread        queue -> iterations with their reductions -> rows -> file
 
 An iteration costs a few clock readings and one append: the writer makes the rows and writes them.
 """
@@ -14,12 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod, finalize
 
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.iterations.marks import IterationMarks, StepMarks
+from hvdlite.common.iterations.marks import EndedStep, IterationMarks, StepMarks
 from hvdlite.common.iterations.rows import (
     IterationRow,
     IterationTimes,
@@ -34,6 +34,8 @@ from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.runtime import Runtime
 
 FLUSH_SECONDS = 0.2  # how long iterations gather before they are written
+MOST_UNSETTLED = 256  # collectives and steps that gather before a thread that trains must settle
+MOST_UNASSIGNED = 2048  # reductions of gradients that wait for the end of their iteration
 MOST_ROWS = 50_000  # the rows that `IterationTrace.rows` remembers: some 50 MB
 # The prefix of reductions by which ranks agree on the parameters that some rank trains.
 NO_GRADIENT = "allreduce.trainable_parameters."
@@ -55,16 +57,31 @@ class Trainer(Protocol):
 
 
 class Following:
-    """Follows all trainers of this rank, and hands over each finished iteration by `_put`."""
+    """Follows all trainers of this rank, and hands over each finished iteration by `_put`.
+
+    Reductions and ends of iterations gather in the order in which they occur, which costs the
+    threads that train one append each. Later, many at a time, `settle` finds what belongs together:
+    an iteration has the reductions before its end that are of its gradients.
+    """
+
+    _coarse = False  # See `StepMarks`.
 
     def __init__(self, runtime: Runtime) -> None:
         """Follow nothing before `_begin`."""
         self._runtime = runtime
+        self._settling = threading.RLock()  # Guards what `settle` changes.
+        self._seen: deque[SegmentRun | EndedStep | Occurrence] = deque()
         self._following: list[StepMarks] = []
+        # Reductions whose iteration has not ended.
+        self._unassigned: deque[SegmentRun] = deque(maxlen=MOST_UNASSIGNED)
+        # The steps of optimizers with hooks, and their reductions, in a block that `settle` is in.
+        self._in_block: tuple[list[IterationTimes], list[SegmentRun]] | None = None
         # Called by `_end`: they remove this from trainers.
         self._detach: list[Callable[[], object]] = []
         # Set while the training thread is inside a block that is one iteration.
         self._block: IterationMarks | None = None
+        # Called by the training thread when an iteration has ended.
+        self._on_end: Callable[[], None] | None = None
         # Ends the observation of the engine of this world.
         self._stop_observing: Callable[[], None] = lambda: None
 
@@ -87,8 +104,11 @@ class Following:
         raise NotImplementedError
 
     def _put(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
-        """Take a finished iteration, whose beginning is known; called by the training thread."""
+        """Take a finished iteration, whose beginning is known; called by `settle`."""
         raise NotImplementedError
+
+    def _put_run(self, run: SegmentRun, of_iteration: bool) -> None:
+        """Take a collective, which may belong to an iteration or not; called by `settle`."""
 
     def iteration(self) -> IterationMarks:
         """Return a context manager for one iteration of a loop that hooks cannot see.
@@ -110,50 +130,119 @@ class Following:
     def follow(self, trainer: Trainer) -> None:
         """Trace the iterations of `trainer` from now on, without keeping it alive."""
         names = WeakMethod(trainer.gradient_names)
-        steps = StepMarks(lambda: ask() if (ask := names()) else (), self._on_step)
+        steps = StepMarks(
+            lambda: ask() if (ask := names()) else None, self._on_step, coarse=self._coarse
+        )
         self._following.append(steps)
-        gone = finalize(trainer, self._following.remove, steps)
+        # It is forgotten by `settle`, when its last steps have their reductions.
+        gone = finalize(trainer, self._seen.append, Occurrence(self._following.remove, steps))
         self._detach += [gone.detach, trainer.trace_steps(steps)]
 
     def _on_run(self, run: SegmentRun) -> None:
-        """See `_assign`."""
-        self._assign(run)
+        """Take a collective that has run.
 
-    def _assign(self, run: SegmentRun) -> bool:
-        """Assign a reduction to its iteration; return whether it belongs to one.
-
-        The engine's thread calls this before it completes the handles, so that the reduction is
-        recorded before its iteration can end.
+        The engine's thread calls this before it completes the handles, so that a reduction is here
+        before its iteration can end.
         """
-        owners = [steps for steps in self._following if steps.owns(run)]
-        if owners:
-            _owner_in_iteration(owners).runs.append(run)
-            return True
-        block = self._block
-        if block is None or self._following or not SPECS[run.collective].reduces:
-            return False
-        if all(name.startswith(NO_GRADIENT) for name in run.names):
-            return False
-        block.runs.append(run)
-        return True
+        self._seen.append(run)
+        if len(self._seen) >= MOST_UNSETTLED:
+            self._settle_if_free()
 
-    def _on_step(self, times: IterationTimes, runs: list[SegmentRun]) -> bool:
-        block = self._block
-        if block is not None:
-            block.absorb(times, runs)
-        elif times.fp_start is not None:
-            self._put(times, runs)
-        return block is not None or times.fp_start is not None
+    def _on_step(self, ended: EndedStep) -> bool:
+        self._seen.append(ended)
+        if len(self._seen) >= MOST_UNSETTLED:
+            self._settle_if_free()
+        accepted = ended.times.fp_start is not None
+        if accepted and self._on_end is not None:
+            self._on_end()
+        return accepted or self._block is not None
 
     def _enter(self, block: IterationMarks) -> None:
         if self._block is not None:
             raise RuntimeError("trace.iteration() inside a block that is an iteration already")
         self._block = block
+        self._seen.append(Occurrence(self._block_began, block))
 
-    def _exit(self, times: IterationTimes | None, runs: list[SegmentRun]) -> None:
+    def _exit(self, block: IterationMarks) -> None:
+        self._seen.append(Occurrence(self._block_ended, block))
         self._block = None
-        if times is not None:
-            self._put(times, runs)
+        if block.end is not None and self._on_end is not None:
+            self._on_end()
+
+    # -- later
+
+    def _settle_if_free(self) -> None:
+        if self._settling.acquire(blocking=False):
+            try:
+                self.settle()
+            finally:
+                self._settling.release()
+
+    def settle(self) -> None:
+        """Hand over all that has ended until now."""
+        with self._settling:
+            seen = self._seen
+            while seen:
+                each = seen.popleft()
+                if isinstance(each, SegmentRun):
+                    found = self._may_be_of_iteration(each)
+                    if found:
+                        self._unassigned.append(each)
+                    self._put_run(each, found)
+                elif isinstance(each, EndedStep):
+                    self._step_ended(each)
+                else:
+                    each.settle(each.argument)
+
+    def _may_be_of_iteration(self, run: SegmentRun) -> bool:
+        for steps in self._following:
+            if steps.owns(run):
+                return True
+        if self._in_block is None or self._following or not SPECS[run.collective].reduces:
+            return False
+        return not all(name.startswith(NO_GRADIENT) for name in run.names)
+
+    def _take(self, since: float, steps: StepMarks | None = None) -> list[SegmentRun]:
+        """Return the reductions that ended since then, of a trainer or all; forget older ones.
+
+        Older ones are of gradients that were thrown away.
+        """
+        runs = [run for run in self._unassigned if steps is None or steps.owns(run)]
+        if len(runs) == len(self._unassigned):
+            self._unassigned.clear()
+        else:
+            for run in runs:
+                self._unassigned.remove(run)
+        return [run for run in runs if run.end > since]
+
+    def _step_ended(self, ended: EndedStep) -> None:
+        times = ended.times
+        in_block = self._in_block
+        start = times.fp_start
+        runs = self._take(0.0 if in_block is not None else start or 0.0, ended.steps)
+        if in_block is not None:
+            in_block[0].append(ended.finished(runs))
+            in_block[1].extend(runs)
+        elif start is not None:
+            self._put(ended.finished(runs), runs)
+
+    def _block_began(self, block: IterationMarks) -> None:
+        self._in_block = [], []
+
+    def _block_ended(self, block: IterationMarks) -> None:
+        assert self._in_block is not None
+        (hooked, runs), self._in_block = self._in_block, None
+        if not self._following:
+            runs += self._take(0.0)
+        if block.end is not None:
+            self._put(block.finished(runs, hooked), [run for run in runs if run.end > block.start])
+
+
+class Occurrence(NamedTuple):
+    """What `Following.settle` calls with its argument, when it comes to it."""
+
+    settle: Callable[[Any], None]
+    argument: Any
 
 
 class IterationTrace(Following):
@@ -168,13 +257,13 @@ class IterationTrace(Following):
         self._path_to_open = path
         self._file: RowsFile | None = None
         self._open_file()
-        self._lock = threading.RLock()  # guards _rows, _count, _last_end and _file
-        # Finished iterations of which the writer has made no row yet.
-        self._ended: deque[tuple[IterationTimes, list[SegmentRun]]] = deque()
+        self._lock = threading.RLock()  # Guards _rows and _file; taken before that of `settle`.
+        self._made: list[IterationRow] = []  # Since the last ones were written.
         self._rows: deque[IterationRow] = deque(maxlen=MOST_ROWS)
         self._count = 0
         self._last_end: float | None = None
         self._wake, self._stopping = threading.Event(), threading.Event()
+        self._on_end = self._wake_writer
         self._writer = threading.Thread(target=self._write, name="hvdlite-trace", daemon=True)
         self._writer.start()
         self._begin()
@@ -233,10 +322,12 @@ class IterationTrace(Following):
             path, self._path_to_open = self._path_to_open, None
             self._file = open_rows(recording.new_file(path, of_rank=True))
 
-    def _put(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
-        self._ended.append((times, runs))
+    def _wake_writer(self) -> None:
         if not self._wake.is_set():
             self._wake.set()
+
+    def _put(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
+        self._made.append(self._row(times, runs))
 
     # -- rows
 
@@ -250,7 +341,9 @@ class IterationTrace(Following):
                 self._make_rows()
 
     def _make_rows(self) -> None:
-        made = [self._row(*self._ended.popleft()) for _ in range(len(self._ended))]
+        with self._settling:
+            self.settle()
+            made, self._made = self._made, []
         self._rows.extend(made)
         if self._file is None or not made:
             return
@@ -269,13 +362,6 @@ class IterationTrace(Following):
         runtime = self._runtime
         shift = runtime.engine.clock_offset_seconds
         return make_row(iteration, runtime.rank, times, segments, previous_end, shift)
-
-
-def _owner_in_iteration(owners: list[StepMarks]) -> StepMarks:
-    """Return the trainer that is in an iteration: several may have gradients of one name."""
-    if len(owners) == 1:
-        return owners[0]
-    return max(owners, key=lambda steps: steps.bp_end or steps.fp_start or 0.0)
 
 
 def trace_iterations(path: str | None = None) -> IterationTrace:

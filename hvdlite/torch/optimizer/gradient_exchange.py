@@ -104,6 +104,8 @@ class GradientExchange:
         self._hooked: set[torch.Tensor] = set()
         # Called when a gradient is there. Hooks of their own would cost more than what they do.
         self.listeners: tuple[Callable[[], None], ...] = ()
+        # Called when a step asks for the gradients of all ranks.
+        self.before_waiting: tuple[Callable[[], None], ...] = ()
         # The gradients by name; each object serves all steps.
         self._gradients: dict[str, PendingGradient] = {}
         # The parameters, whether each is trained, and their names, as `watch` has seen them last.
@@ -320,6 +322,8 @@ class GradientExchange:
         Raises `HorovodInternalError` when a reduction failed, and `RuntimeError` for a gradient
         that was changed while it was being reduced; no reduction is in flight afterwards.
         """
+        for function in self.before_waiting:
+            function()
         # Not by `no_grad` as a decorator, which takes 30 us more here, right after backward.
         recorded = torch.is_grad_enabled()
         torch.set_grad_enabled(False)

@@ -42,7 +42,7 @@ def run_of(*names: str) -> SegmentRun:
 )
 def test_gradients_are_known_by_their_names(name: str, taken: bool) -> None:
     names = ["conv.weight"]
-    steps = StepMarks(lambda: names, lambda marks, runs: True)
+    steps = StepMarks(lambda: names, lambda ended: True)
     assert steps.owns(run_of(name)) == taken
     assert steps.owns(run_of("allreduce.loss", name)) == taken
     assert not steps.owns(run_of("allreduce.new"))
