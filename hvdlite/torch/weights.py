@@ -24,17 +24,22 @@ _BLOCKS_AT_ONCE = 4096  # Of a tensor on a device: 32 MiB, as much again for the
 
 def of_tensor(name: str, tensor: torch.Tensor, shown: str = "") -> Compared:
     """Return a dense tensor to compare, whose bytes stay on its device."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    data = tensor.detach()
+    if data.is_conj() or data.is_neg():
+        data = data.resolve_conj().resolve_neg()
+    flat = data.reshape(-1).view(torch.uint8)  # A copy where it is not contiguous.
 
     def block(number: int) -> bytes:
-        part = flat[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+        part = flat[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] if number or large else flat
         return part.cpu().numpy().tobytes()
 
     def sums() -> Array:
         return sums_of(flat.numpy()) if flat.device.type == "cpu" else sums_on_device(flat)
 
+    size = flat.numel()
+    large = size > BLOCK_BYTES
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-    return Compared(name, dtype, tuple(tensor.shape), sums, block, shown)
+    return Compared(name, dtype, tuple(tensor.shape), size, sums, block, shown)
 
 
 def sums_on_device(flat: torch.Tensor) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -55,19 +54,30 @@ def allgather_object(
     return [_unpickle(bodies[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
-def gather_by_rank(
-    label: str, process_set: ProcessSet = global_process_set
-) -> Callable[[str, Any], dict[int, Any]]:
-    """Return a function of a name and an object: the objects of all ranks, by global ranks.
+class GatherByRank:
+    """Exchanges objects between the ranks of a set; the exchanges are named after the label."""
 
-    A joined rank has none. Its exchanges are named after the `label` and the name.
-    """
+    def __init__(self, label: str, process_set: ProcessSet) -> None:
+        self._label, self._process_set = label, process_set
 
-    def gather(name: str, obj: Any) -> dict[int, Any]:
+    def __call__(self, name: str, obj: Any) -> dict[int, Any]:
+        """Return the objects of all ranks by their global ranks; blocks. A joined rank has none."""
         mine = (for_collective().rank, obj)
-        return dict(allgather_object(mine, f"{label}.{name}", process_set))
+        return dict(allgather_object(mine, f"{self._label}.{name}", self._process_set))
 
-    return gather
+    def are_equal(self, name: str, body: bytes) -> bool:
+        """Return whether all ranks that have not joined give the same bytes, and as many; blocks.
+
+        This is one exchange, without pickles.
+        """
+        mine = np.frombuffer(body, np.uint8).reshape(1, -1)
+        rows = _forms.allgather(mine, f"{self._label}.{name}", self._process_set)
+        return bool((rows == mine).all())
+
+
+def gather_by_rank(label: str, process_set: ProcessSet = global_process_set) -> GatherByRank:
+    """Return what exchanges objects under names that begin with the label."""
+    return GatherByRank(label, process_set)
 
 
 def _pickle(obj: Any) -> Array:
