@@ -98,7 +98,7 @@ class FirstFailure:
         """
         failed = [rank for rank, code in self.codes.items() if code]
         failed.sort(key=lambda rank: rank not in self.raised)  # we may have ended the others
-        for rank in [*self._suspects, *failed]:
+        for rank in map(self._first_alike, [*self._suspects, *failed]):
             if rank in self.lost and rank not in self.raised:
                 return Failure(rank, 128 + signal.SIGKILL, lost=self.lost[rank])
             code = self.codes.get(rank)
@@ -110,6 +110,16 @@ class FirstFailure:
                 by_choice = code > 128 and rank in self.by_choice
                 return Failure(rank, code, cause=cause, by_choice=by_choice)
         return None
+
+    def _first_alike(self, rank: int) -> int:
+        """Return the lowest of the ranks that have raised the same exception, if this one has."""
+        if self.raised.get(rank) is not False:
+            return rank
+        return min(
+            each
+            for each, victim in self.raised.items()
+            if not victim and self.causes[each] == self.causes[rank]
+        )
 
 
 # How a job is ended: which step comes when.

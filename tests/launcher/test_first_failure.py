@@ -63,6 +63,13 @@ def test_the_cause_is_what_the_rank_raised() -> None:
         )
 
 
+def test_of_ranks_that_have_raised_the_same_the_first_is_named() -> None:
+    """Such as all that have forgotten `init`, of which rank 0 shows where."""
+    same = [f"raised {rank} own ValueError: x" for rank in (2, 1)]
+    heard = first_failure(*same, "raised 0 own KeyError", "close 0", "exit 2 1", "exit 1 143")
+    assert heard.failure() == Failure(1, 1, cause="ValueError: x")
+
+
 def test_what_is_running() -> None:
     heard = first_failure(
         "start 0 11 here", "start 1 12 there", "start 2 13 here", "exit 2 0", "lose 0"

@@ -5,7 +5,7 @@ By the exit codes alone, victims look like culprits.
 A rank that ends by an exception shuts hvdlite down on its way out; the others then fail too, and
 may be gone before it. So the rank says at once, through the launcher's named pipe or its own
 standard error, that it raised. A victim's traceback says nothing that the culprit's does not, so
-a victim prints one line. Ctrl-C is one line of the launcher's in an elastic job.
+a victim prints one line. Ctrl-C is one line of the launcher's, and none of any rank.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ def _raises(step: TracebackType) -> bool:
 
 # "<token> <rank> <path>": the launcher's named pipe, or "-" for standard error (on other hosts).
 EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"
-WORKER_VARIABLE = "HVDLITE_WORKER"  # Set in elastic jobs alone.
 STANDARD_ERROR = "-"
 LOG_LEVELS = ("HVDLITE_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
 LONGEST_SHOWN = 7  # Lines of the traceback of a forgotten `init`, after its title.
@@ -194,8 +193,10 @@ def report(error: BaseException) -> None:
         return
     # An exception that was raised while a victim's was handled is the victim's, too.
     internal = any(isinstance(each, HorovodInternalError) for each in _chain(error))
-    # All ranks have forgotten `init` on the same line, and the launcher shows one report.
-    text = _one_line(error) if _forgot_init(error) else " ".join(_describe(error).split())
+    # All ranks have forgotten `init` on the same line, and the launcher shows one report. Of an
+    # interrupt nothing else is shown.
+    brief = _forgot_init(error) or _is_interrupt(error)
+    text = _one_line(error) if brief else " ".join(_describe(error).split())
     if len(text) > LONGEST_TEXT:  # TensorFlow says what has happened at the end.
         text = f"{text[: LONGEST_TEXT // 3]} ... {text[-LONGEST_TEXT * 2 // 3 :]}"
     tell_launcher("raised", f"{'internal' if internal else 'own'} {text}")
@@ -286,7 +287,7 @@ def leave_out_own_frames(error: BaseException) -> None:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt) and WORKER_VARIABLE in os.environ
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _is_victim(error: BaseException) -> bool:
