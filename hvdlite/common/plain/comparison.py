@@ -22,7 +22,7 @@ from hvdlite.common.plain.numpy_adapter import Array
 BLOCK_WORDS = 1024
 BLOCK_BYTES = 8 * BLOCK_WORDS
 _SMALL_BYTES = 2048  # Of a tensor whose bytes cost less than the calls that make a sum of them.
-_BLOCKS_AT_ONCE = 64  # So many stay in the cache of a core while they are mixed and summed.
+_BLOCKS_AT_ONCE = 32  # So many stay in the cache of a core while they are mixed and summed.
 
 
 @cache
@@ -84,9 +84,11 @@ def sums_of(flat: Array) -> Array:
     whole = flat.size // BLOCK_BYTES
     blocks = flat[: whole * BLOCK_BYTES].view(np.uint64).reshape(whole, BLOCK_WORDS)
     sums = np.empty(-(-flat.size // BLOCK_BYTES), np.uint64)
+    room = np.empty((min(whole, _BLOCKS_AT_ONCE), BLOCK_WORDS), np.uint64)  # New pages cost much.
     for start in range(0, whole, _BLOCKS_AT_ONCE):
         end = min(start + _BLOCKS_AT_ONCE, whole)
-        sums[start:end] = _mixed(blocks[start:end]) @ factors()
+        mixed = _mixed(blocks[start:end], room[: end - start])
+        np.dot(mixed, factors(), out=sums[start:end])
     rest = flat[whole * BLOCK_BYTES :]
     if rest.size:
         words = np.zeros(-(-rest.size // 8), np.uint64)
@@ -95,8 +97,8 @@ def sums_of(flat: Array) -> Array:
     return sums
 
 
-def _mixed(words: Array) -> Array:
-    mixed: Array = words >> np.uint64(32)
+def _mixed(words: Array, room: Array | None = None) -> Array:
+    mixed: Array = np.right_shift(words, np.uint64(32), out=room)
     mixed ^= words
     return mixed
 
