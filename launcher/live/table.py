@@ -12,7 +12,7 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.stragglers import spell
 
-EVENTS_SHOWN = 3
+EVENTS_SHOWN, EVENT_LINES = 3, 2
 BAR_COLUMNS, NARROW_BAR = 20, 10
 WIDE = 100  # Columns of a terminal that has room for all.
 SHARE_OF_HEIGHT = 0.5  # The output of the ranks has the other lines of the terminal.
@@ -34,11 +34,12 @@ def check_rich(who: str = "--live") -> None:
 def lines_of(
     job: Snapshot, columns: int, height: int, *, share: float = SHARE_OF_HEIGHT,
     chosen: int | None = None, panel: Sequence[str] = (), title: bool = False, color: bool = True,
+    whole: bool = False,
 ) -> list[str]:  # fmt: skip
     """Return the lines of the table of a job for a terminal of this size.
 
     It takes this `share` of the height, and more where the `panel` below it needs that. The rank
-    that is `chosen` is marked; `title` tells which job it is.
+    that is `chosen` is marked; `title` tells which job it is. With `whole` no event is cut.
     """
     from rich.console import Console
 
@@ -58,8 +59,13 @@ def lines_of(
         for event in job["events"][-EVENTS_SHOWN:]:
             ago = _spell_long(job["at"] - event["at"])
             text = f"{ago} ago: {printable(event['text'])}"
-            for line in wrap(text, console.width, max_lines=2) if title else [text]:
-                _print(console, line)
+            if whole or title:
+                wrapped = wrap(text, console.width, subsequent_indent="    ")
+                more = [] if whole else wrapped[EVENT_LINES:]
+                for line in wrap(text, console.width, max_lines=EVENT_LINES) if more else wrapped:
+                    _print(console, line)
+            else:
+                _print(console, text)
     lines = captured.get().splitlines()
     with console.capture() as captured:
         for line in panel:

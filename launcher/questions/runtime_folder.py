@@ -13,6 +13,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Container
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address, connect, listen
@@ -98,11 +99,13 @@ def withdraw(path: str) -> None:
         os.rmdir(os.path.dirname(path))
 
 
-def remove_stale(folder: str) -> list[str]:
-    """Remove the sockets of dead launchers; return the paths of the others."""
+def remove_stale(folder: str, known: Container[str] = ()) -> list[str]:
+    """Remove the sockets of dead launchers; return the paths of the others, without `known`."""
     living, now = [], time.time()
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
+        if path in known:
+            continue
         if name.endswith(SUFFIX) and _lives(path):
             living.append(path)
         elif HIDDEN.fullmatch(name):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
@@ -86,7 +88,7 @@ def running_jobs(loop: EventLoop) -> tuple[list[Job], list[str]]:
             jobs.append((connection, _ask(connection, ABOUT)))
         except Unreachable as error:
             said.append(f"the job at {path} {error}")
-    return sorted(jobs, key=lambda job: (job[1]["started"], job[1]["pid"])), said
+    return sorted(jobs, key=_age), said
 
 
 def _ask(connection: JobConnection, request: str) -> Answer:
@@ -142,7 +144,8 @@ def _print_once(connection: JobConnection, loop: EventLoop) -> int:
             loop.run_once(left)
     columns, _ = shutil.get_terminal_size(ONCE_SIZE)
     height = 2 * len(job["ranks"]) + ONCE_SIZE[1]
-    print("\n".join(lines_of(job, columns, height, share=1.0, color=sys.stdout.isatty())))
+    color = sys.stdout.isatty()
+    print("\n".join(lines_of(job, columns, height, share=1.0, color=color, whole=True)))
     return 0
 
 
@@ -153,11 +156,54 @@ def _is_complete(job: Snapshot) -> bool:
 
 def _show(jobs: list[Job], chosen: Job | None, loop: EventLoop) -> int:
     pages = Pages(loop)
-    first = ListPage(pages, [about for _, about in jobs], spell_jobs(jobs))
+    running = RunningJobs(loop, jobs)
+
+    def rows() -> list[tuple[int, str]]:
+        running.look(first.look)
+        found = running.jobs
+        lines = spell_jobs(found)
+        return [(about["pid"], line) for (_, about), line in zip(found, lines, strict=True)]
 
     def opened(job: Job) -> JobPage:
         connection, about = job
         return JobPage(pages, connection, about["pid"], back=first if len(jobs) > 1 else None)
 
-    first.opened = lambda index: pages.turn_to(opened(jobs[index]))
+    first = ListPage(pages, rows)
+    first.opened = lambda index: pages.turn_to(opened(running.jobs[index]))
     return pages.run(first if chosen is None else opened(chosen))
+
+
+class RunningJobs:
+    """The jobs of a list, which come and go while it is shown."""
+
+    def __init__(self, loop: EventLoop, jobs: Sequence[Job]) -> None:
+        self._loop, self._jobs = loop, list(jobs)
+        self._asked: list[JobConnection] = []
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that run, the oldest first."""
+        return sorted((job for job in self._jobs if job[0].open), key=_age)
+
+    def look(self, changed: Callable[[], None]) -> None:
+        """Look for new jobs; `changed` is called when one has told what it is."""
+        self._jobs = [job for job in self._jobs if job[0].open]
+        self._asked = [each for each in self._asked if each.open]
+        known = {
+            each.path for each in (*self._asked, *(connection for connection, _ in self._jobs))
+        }
+        for path in find_jobs(known)[0]:
+            with contextlib.suppress(Unreachable):
+                connection = JobConnection(self._loop, path)
+                self._asked.append(connection)
+                connection.ask([ABOUT], partial(self._told, connection, changed))
+
+    def _told(self, connection: JobConnection, changed: Callable[[], None], about: Answer) -> None:
+        if "error" not in about:  # Else it stays among those that are not asked again.
+            self._asked.remove(connection)
+            self._jobs.append((connection, about))
+            changed()
+
+
+def _age(job: Job) -> tuple[float, int]:
+    return job[1]["started"], job[1]["pid"]

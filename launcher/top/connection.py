@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError, HorovodVersionMismatchError
@@ -93,13 +93,13 @@ class JobConnection:
         self._link.close()
 
 
-def find_jobs() -> tuple[list[str], list[str]]:
-    """Return the sockets of running jobs, and why a folder was left out."""
+def find_jobs(known: Container[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the sockets of running jobs but the `known` ones, and why a folder was left out."""
     found, refused = [], []
     for folder in runtime_folder.folders():
         try:
             runtime_folder.check_folder(folder)
-            found += runtime_folder.remove_stale(folder)
+            found += runtime_folder.remove_stale(folder, known)
         except ConfigError as error:
             refused.append(str(error))
         except OSError:  # There is none, so no job listens there.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ESCAPE, UP, Keyboard
@@ -110,35 +109,55 @@ def _cut(line: str, columns: int) -> str:
 
 
 class ListPage(Page):
-    """The running jobs, of which one can be opened."""
+    """The running jobs, of which one can be opened; ``find()`` returns a number and a line of each.
 
-    def __init__(self, pages: Pages, jobs: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
+    They are looked for each second.
+    """
+
+    def __init__(self, pages: Pages, find: Callable[[], list[tuple[int, str]]]) -> None:
         self.opened: Callable[[int], None] = lambda index: None
         self.said = ""  # What has become of the job that was shown.
-        self._pages, self._jobs, self._lines = pages, jobs, lines
-        self._at = 0
+        self._pages, self._find = pages, find
+        self._rows: list[tuple[int, str]] = []
+        self._chosen: int | None = None  # The number of a job, which keeps it though others end.
+
+    @property
+    def _at(self) -> int:
+        numbers = [number for number, _ in self._rows]
+        return numbers.index(self._chosen) if self._chosen in numbers else 0
+
+    def look(self) -> None:
+        self._rows = self._find()
+        self._pages.draw()
 
     def lines(self, columns: int, height: int) -> list[str]:
-        first = max(0, self._at - max(height - 4, 1))
+        at = self._at
+        first = max(0, at - max(height - 4, 1))
         title = "running jobs (arrows or a number, Enter; q: quit)"
-        shown = [_cut(line, columns - 1) for line in (title, self.said, *self._lines)]
-        shown[self._at + 2] = f"\x1b[7m{shown[self._at + 2]}\x1b[m"
+        rows = [line for _, line in self._rows] or ["no job runs now"]
+        shown = [_cut(line, columns - 1) for line in (title, self.said, *rows)]
+        shown[at + 2] = f"\x1b[7m{shown[at + 2]}\x1b[m"
         return [*shown[:2], *shown[2 + first :]]
 
     def press(self, key: str) -> None:
         self.said = ""
+        count, at = len(self._rows), self._at
         if key in (UP, "k"):
-            self._at = max(self._at - 1, 0)
+            self._choose(max(at - 1, 0))
         elif key in (DOWN, "j"):
-            self._at = min(self._at + 1, len(self._jobs) - 1)
-        elif key.isdecimal() and 0 < int(key) <= len(self._jobs):
-            self._at = int(key) - 1
-        elif key == ENTER:
-            self.opened(self._at)
+            self._choose(min(at + 1, count - 1))
+        elif key.isdecimal() and 0 < int(key) <= count:
+            self._choose(int(key) - 1)
+        elif key == ENTER and count:
+            self.opened(at)
             return
         elif key in ("q", ESCAPE):
             self._pages.end()
         self._pages.draw()
+
+    def _choose(self, at: int) -> None:
+        if self._rows:
+            self._chosen = self._rows[at][0]
 
 
 class JobPage(Page):

@@ -14,6 +14,7 @@ from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.questions import runtime_folder
 from hvdlite.launcher.top import cli, pages
+from hvdlite.launcher.top.connection import JobConnection
 from tests.launcher.live.test_table import CODES, job
 from tests.launcher.questions.test_service import Served
 
@@ -71,6 +72,12 @@ class Top:
         self.services = [Job(1, 1), Job(2, 3)]
         monkeypatch.setattr(pages, "Screen", lambda: self.screen)
         monkeypatch.setattr(pages.Pages, "run", run)
+        connected: list[JobConnection] = []
+        monkeypatch.setattr(
+            cli, "JobConnection",
+            lambda *where: connected.append(JobConnection(*where)) or connected[-1],
+        )  # fmt: skip
+        self._connected = connected
         self.jobs, said = cli.running_jobs(self.loop)
         assert said == []
 
@@ -95,7 +102,7 @@ class Top:
         self.wait(lambda: text in self.screen.text)
 
     def close(self) -> None:
-        for connection, _ in self.jobs:
+        for connection in self._connected:
             connection.close()
         for service in self.services:
             service.close()
@@ -128,9 +135,15 @@ def test_two_jobs(top: Top) -> None:
     top.wait(lambda: not top.jobs[1][0].open)
     assert "1 rank |" in top.screen.text, "it is another that has ended"
     top.press("q")
-    assert "has ended" not in top.screen.text
+    assert "pid 1" in top.screen.text and "pid 2" not in top.screen.text
+    top.services.append(Job(3, 2))
+    top.look()
+    top.wait_for("2  pid 3")
     top.press("2", ENTER)
-    assert "the job of process 2 has ended" in top.screen.text
+    top.wait_for("2 ranks |")
+    top.services.pop().close()
+    top.wait_for("the job of process 3 has ended")
+    assert "pid 3" not in top.screen.text
     top.press("k")
     assert "has ended" not in top.screen.text
     top.press(ENTER)
