@@ -2,15 +2,16 @@
 
     python benchmarks/live_flood.py            # 2 ranks, 1000 requests a second
 
-A job runs with `--metrics-port`. In turns nobody asks, and a process asks so often a second. Prints
-the processor time of the launcher, which is what ranks may lack, the median step in both turns, and
-by how much a step is longer than in the turn before. The process that asks needs processor time,
-too, which would be that of another host: this is in the step.
+A job runs with `--metrics-port`. In turns, a process asks it so often a second, or asks a socket
+that nobody serves: what the process itself takes from the ranks, which would be the time of another
+host, is in both. Prints the processor time of the launcher in both kinds of turns, and by how much
+a step is longer with answers: the median over pairs of turns, with its 95 % interval.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import selectors
@@ -23,18 +24,19 @@ import time
 
 from measuring import duration
 
-TICKS = os.sysconf("SC_CLK_TCK")
 WARM_SECONDS = 4.0
+BACKLOG = 128  # As of the launcher's socket.
 SCRIPT = """
 import sys, time
 import numpy as np
 import hvdlite.numpy as hvd
 hvd.init()
-gradient, work = np.ones(100_000, np.float32), np.ones(400_000)
+gradient, work = np.ones(100_000, np.float32), np.ones(20_000)
+room = np.empty_like(work)
 for _ in range(int(sys.argv[1])):
     began = time.monotonic()
-    while time.monotonic() - began < 10e-3:
-        np.sqrt(work)
+    for _ in range(300):  # The same work in each step: some 10 ms.
+        np.sqrt(work, out=room)
     hvd.allreduce(gradient, name="gradient")
     if hvd.rank() == 0:
         print("step", began, time.monotonic() - began, flush=True)
@@ -42,10 +44,12 @@ for _ in range(int(sys.argv[1])):
 
 
 def seconds_of(process: int) -> float:
-    """Return the processor time of a process."""
-    with open(f"/proc/{process}/stat", encoding="utf-8") as file:
-        words = file.read().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / TICKS
+    """Return the processor time of all threads of a process."""
+    found = 0
+    for thread in os.listdir(f"/proc/{process}/task"):
+        with open(f"/proc/{process}/task/{thread}/schedstat", encoding="utf-8") as file:
+            found += int(file.read().split()[0])
+    return found * 1e-9
 
 
 def ask(port: int, rate: int, seconds: float) -> tuple[int, int]:
@@ -84,10 +88,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", type=int, default=1000)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=1.0)
     options = parser.parse_args()
-    steps = int((2 * options.turns * options.seconds + WARM_SECONDS + 10) / 10e-3)
+    steps = int((2 * options.pairs * options.seconds + WARM_SECONDS + 10) / 10e-3)
     words = ["-np", str(options.ranks), "--metrics-port", "0", sys.executable, "-c", SCRIPT]
     printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe would fill
     job = subprocess.Popen(
@@ -99,38 +103,44 @@ def main() -> None:
     turns: list[tuple[float, float, bool, float]] = []
     asked = answered = 0
     time.sleep(WARM_SECONDS)
-    for turn in range(2 * options.turns):
-        flooded, began, cost = bool(turn % 2), time.monotonic(), seconds_of(job.pid)
+    for turn in range(2 * options.pairs):
+        flooded = turn % 4 in (1, 2)  # Each kind is as often the first of its pair.
+        with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as silent:
+            began, cost = time.monotonic(), seconds_of(job.pid)
+            to = port if flooded else silent.getsockname()[1]
+            more, got = ask(to, options.rate, options.seconds)
+            now = time.monotonic()
+            turns.append((began, now, flooded, (seconds_of(job.pid) - cost) / (now - began)))
         if flooded:
-            more, got = ask(port, options.rate, options.seconds)
             asked, answered = asked + more, answered + got
-        else:
-            time.sleep(options.seconds)
-        now = time.monotonic()
-        turns.append((began, now, flooded, (seconds_of(job.pid) - cost) / (now - began)))
     job.terminate()
     job.wait()
     printed.seek(0)
     found = [line.split()[-2:] for line in printed if ":step " in line]
     print(f"{asked} requests, {answered} answers")
-    steps_of = [
-        [float(length) for at, length in found if began <= float(at) < end]
-        for began, end, _, _ in turns
-    ]
+    steps_of: dict[bool, list[float]] = {False: [], True: []}
     for flooded in (False, True):
-        shares = [share for _, _, kind, share in turns if kind == flooded]
-        took = [length for steps in steps_of[int(flooded) :: 2] for length in steps]
-        low, high = 100 * min(shares), 100 * max(shares)
+        shares = [100 * share for _, _, kind, share in turns if kind == flooded]
+        for began, end, kind, _ in turns:
+            if kind == flooded:
+                steps = [float(took) for at, took in found if began <= float(at) < end]
+                steps_of[flooded].append(statistics.median(steps))
         print(
-            f"{'flooded' if flooded else 'quiet':8} launcher {100 * statistics.median(shares):.2f} "
-            f"% of a core ({low:.2f} to {high:.2f}), step {duration(statistics.median(took))}"
+            f"{'answers' if flooded else 'silence':8} launcher {statistics.median(shares):.2f} % "
+            f"of a core ({min(shares):.2f} to {max(shares):.2f}), "
+            f"step {duration(statistics.median(steps_of[flooded]))}"
         )
-    longer = [
-        100 * (statistics.median(flooded) / statistics.median(quiet) - 1)
-        for quiet, flooded in zip(steps_of[::2], steps_of[1::2], strict=True)
-    ]
-    low, middle, high = statistics.quantiles(longer, n=4)
-    print(f"a step is {middle:.2f} % longer (quartiles {low:.2f} to {high:.2f})")
+    longer = sorted(
+        100 * (flooded / quiet - 1)
+        for quiet, flooded in zip(steps_of[False], steps_of[True], strict=True)
+    )
+    count = len(longer)
+    half = 0.98 * count**0.5  # Of the interval in which the median of as many others would be.
+    low, high = max(int(count / 2 - half), 0), min(math.ceil(count / 2 + half), count - 1)
+    print(
+        f"a step is {statistics.median(longer):.2f} % longer with answers "
+        f"(95 %: {longer[low]:.2f} to {longer[high]:.2f})"
+    )
 
 
 if __name__ == "__main__":
