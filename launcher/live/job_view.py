@@ -16,7 +16,7 @@ WINDOW_SECONDS = 6.0
 FEWEST_STEPS = 3
 MOST_MOMENTS = 30
 MOST_EVENTS = 20
-LONGEST_EVENT = 300
+LONGEST_EVENT = 600
 # Since the last step of a rank; after that it counts as standing still.
 STILL_SECONDS, STILL_STEPS = 5.0, 5
 PAUSE_SECONDS = 2.0  # Without a step: nobody makes the others wait a part of one.

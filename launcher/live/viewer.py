@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.common.plain.metrics import LONGEST_NAME
+from hvdlite.launcher.decisions.lines import spans
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ERASE, ERASE_ALL, ESCAPE, UP
 from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.stragglers import spell
@@ -14,6 +15,7 @@ from hvdlite.launcher.live.table import spell_bytes
 from hvdlite.launcher.questions.asking import Answer
 
 STEPS = 10  # Of a timeline.
+OUTSTANDING_SECONDS = 1.0  # From which on it is no usual wait.
 DIGIT_SECONDS = 2.0  # Digits that are typed within so long are of one number.
 KEYS = "rank: arrows, number | s: stack | t: tensor | w: timeline of 10 steps"
 
@@ -122,8 +124,10 @@ class Viewer:
     def _begin_name(self) -> None:
         rank = self._rank()
         rows = self.job["ranks"] if self.job is not None else []
-        names = [row["tensor"] for row in rows if row["rank"] == rank] or [""]
-        self._typed = names[0][:LONGEST_NAME]
+        # A rank that hangs waits for none, but the others wait for it.
+        rows = sorted(rows, key=lambda row: bool(row["rank"] != rank))
+        name = next((row["tensor"] for row in rows if row["tensor"]), "")
+        self._typed = name[:LONGEST_NAME]
 
     def _type(self, key: str) -> None:
         assert self._typed is not None
@@ -163,6 +167,9 @@ KEY_CALLS = {
 
 def spell_tensor(answer: Answer) -> list[str]:
     """Return the lines of an answer about a tensor."""
+    outstanding = _spell_outstanding(answer)
+    if not answer["calls"] and outstanding:
+        return outstanding
     if not answer["calls"]:
         names = [f"  {name}" for name in answer["others"]]
         if names:
@@ -170,7 +177,7 @@ def spell_tensor(answer: Answer) -> list[str]:
         return [
             f"no tensor like {answer['wanted']!r} was exchanged since counting began: ask again"
         ]
-    lines = [f"{answer['name']} on {answer['ranks']} ranks, the newest call first:"]
+    lines = [*outstanding, f"{answer['name']} on {answer['ranks']} ranks, the newest call first:"]
     lines += [f"{'ended':>12}{'took':>10}{'bytes':>11}{'tensors':>9}   who was last"]
     for call in answer["calls"]:
         when = f"-{spell(call['ago'])}" if call["ago"] else "last"
@@ -181,6 +188,24 @@ def spell_tensor(answer: Answer) -> list[str]:
         took = spell(call["seconds"])
         lines += [f"{when:>12}{took:>10}{size:>11}{call['tensors']:>9}   {late}"]
     return lines
+
+
+def _spell_outstanding(answer: Answer) -> list[str]:
+    """Return a line of a tensor that some ranks have submitted long ago; none of others."""
+    waits = {int(rank): float(seconds) for rank, seconds in answer["waits"]}
+    longest = max(waits.values(), default=0.0)
+    if longest < OUTSTANDING_SECONDS and (answer["calls"] or not waits):
+        return []
+    missing = [rank for rank in answer["asked"] if rank not in waits]
+    not_by = f", and not by {_spell_ranks(missing)}" if missing else ""
+    return [
+        f"{answer['name']} is outstanding: submitted by {_spell_ranks([*waits])}, {spell(longest)} "
+        f"ago{not_by}"
+    ]
+
+
+def _spell_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks)}"
 
 
 def spell_timeline(answer: Answer) -> list[str]:

@@ -186,13 +186,18 @@ class MpirunJob(FixedJob):
         pass
 
     def order(self, number: int, line: str) -> str:
-        if number not in self.first_failure.here:
-            return f"rank {number} is on another host, where {self.name} takes no orders to"
-        rank_orders.give(self.folders.temporary, number, line)
+        heard = self.first_failure
+        if number in heard.here:
+            rank_orders.give(self.folders.temporary, number, line)
+            return ""
+        here = next((rank for rank in heard.running if rank in heard.here), None)
+        if here is None:
+            return f"rank {number} is on another host: a rank on this one would have to ask it"
+        rank_orders.pass_on(self.folders.temporary, here, number, line)
         return ""
 
     def let_count(self) -> None:
-        rank_orders.count(self.folders.temporary)
+        rank_orders.count(self.folders.temporary, passes=True)
 
     # -- the end
 

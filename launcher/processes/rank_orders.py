@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 
-from hvdlite.common.connections.orders import COUNT, PIPE_NAME, Order, pack_order
+from hvdlite.common.connections.orders import COUNT, OF_ALL, PASS, PIPE_NAME, Order, pack_order
+
+EVERY_RANK = -1
 
 
 def give(folder: str, rank: int, line: str) -> None:
@@ -17,14 +19,24 @@ def give(folder: str, rank: int, line: str) -> None:
     _write(os.path.join(folder, f"{PIPE_NAME}.{rank}"), line)
 
 
-def count(folder: str) -> None:
-    """Let all ranks count from now on, also those that have not come to `init` yet."""
-    with contextlib.suppress(OSError):
-        open(os.path.join(folder, COUNT), "wb").close()  # First, so that none is missed.
+def pass_on(folder: str, by: int, to: int, line: str) -> None:
+    """Give one order through a rank of this host to one of another host. Raises `ValueError`."""
+    give(folder, by, pack_order(Order(0, PASS, (to, line))))
+
+
+def count(folder: str, *, passes: bool = False) -> None:
+    """Let all ranks count from now on, also those that have not come to `init` yet.
+
+    With `passes` the ranks of this host tell those of other hosts.
+    """
+    order = pack_order(Order(0, COUNT))
+    lines = [order, pack_order(Order(0, PASS, (EVERY_RANK, order)))] if passes else [order]
+    with contextlib.suppress(OSError), open(os.path.join(folder, COUNT), "wb") as file:
+        file.write(OF_ALL if passes else b"")  # First, so that none is missed.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(f"{PIPE_NAME}."):
-                _write(os.path.join(folder, name), pack_order(Order(0, COUNT)))
+                _write(os.path.join(folder, name), "\n".join(lines))
 
 
 def forget(folder: str, rank: int) -> None:

@@ -28,10 +28,22 @@ def merge(wanted: str, found: dict[int, Answer], at: float) -> Answer:
 
     ``{name, others, ranks, calls: [{ago, seconds, bytes, tensors, last, waited, waiting}]}``, the
     newest call first: how long before the newest one it ended, how long the exchange took, the rank
-    that was ready last, how long the first one waited for it, and which that was.
+    that was ready last, how long the first one waited for it, and which that was. Besides there are
+    ``{asked: [rank], waits: [[rank, seconds]]}``: the ranks that have answered, and those of them
+    that have submitted the tensor so long ago and have no result yet.
     """
+    told = {rank: answer for rank, answer in found.items() if "error" not in answer}
+    waits = [
+        [rank, float(answer["waits"])]
+        for rank, answer in told.items()
+        if isinstance(answer.get("waits"), (int, float))
+    ]
+    facts = {"asked": sorted(told), "waits": waits, "at": at}
     runs = {rank: _runs(answer) for rank, answer in found.items()}
     runs = {rank: each for rank, each in runs.items() if each}
+    if not runs and waits:
+        name = str(found[int(waits[0][0])].get("name"))
+        return {"name": name, "others": [], "ranks": len(told), "calls": [], **facts}
     if not runs:
         others = [answer.get("others") or [] for answer in found.values()]
         errors = [answer["error"] for answer in found.values() if "error" in answer]
@@ -39,13 +51,14 @@ def merge(wanted: str, found: dict[int, Answer], at: float) -> Answer:
         if len(errors) == len(found):
             why = f"no rank can tell: {errors[0]}" if errors else "no rank has been heard of"
             return {"error": why}
-        return {"name": "", "wanted": wanted, "others": names, "ranks": 0, "calls": []}
+        found_none = {"name": "", "wanted": wanted, "others": names, "ranks": 0, "calls": []}
+        return found_none | facts
     base = max(runs.values(), key=len)
     gaps = [later.end - earlier.end for earlier, later in pairwise(base)]
     reach = min([LONGEST_GAP, *(gap / 2 for gap in gaps)])
     calls = [_call(run, runs, reach, base[-1].end) for run in reversed(base)]
     name = next(str(answer["name"]) for answer in found.values() if answer.get("name"))
-    return {"name": name, "at": at, "others": [], "ranks": len(runs), "calls": calls}
+    return {"name": name, "others": [], "ranks": len(runs), "calls": calls, **facts}
 
 
 def _runs(answer: Answer) -> list[Run]:

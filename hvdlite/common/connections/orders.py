@@ -9,6 +9,9 @@ answer consists of events of the rank.
 | stack    | none           | the Python stack of its main thread                                 |
 | tensor   | a name         | what was run of the tensor of late: see `Counts.history`            |
 | timeline | a file, steps  | {begun: the file}, and after so many steps {file, steps, seconds}   |
+| pass     | a rank, a line | none: the line is an order, which goes to that rank, -1: to all     |
+
+The last one is for ranks on hosts without a pipe, as under mpirun: their engines pass orders on.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import json
 import zlib
 from typing import Any, NamedTuple
 
-COUNT, STACK, TENSOR, TIMELINE = KINDS = ("count", "stack", "tensor", "timeline")
+COUNT, STACK, TENSOR, TIMELINE, PASS = KINDS = ("count", "stack", "tensor", "timeline", "pass")
 BEGUN = "begun"  # In an answer that another one follows, which may take long.
+OF_ALL = b"all"  # In the file COUNT where orders are to be passed on.
 PIPE_NAME = "orders"  # Followed by a dot and the rank.
 LONGEST_ORDER = 2048
 LONGEST_PART = 3500  # A line of at most 4096 bytes is written to a pipe as a whole.

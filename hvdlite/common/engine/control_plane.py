@@ -26,6 +26,7 @@ from hvdlite.common.devices.agreement import Ballot
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import (
+    EVERY_RANK,
     Abort,
     Capabilities,
     ClockQuery,
@@ -34,6 +35,7 @@ from hvdlite.common.plain.messages import (
     Departed,
     DeviceRuns,
     Figures,
+    LauncherOrder,
     Message,
     Order,
     Orders,
@@ -89,6 +91,8 @@ class ControlPlane:
         self._deadlocks = DeadlockDetector()
         # The number of the question of rank 0 for which tensors this rank waits; 0 once `answer`ed.
         self.asked = 0
+        # Called with an order of the launcher for this rank, on the engine thread.
+        self.take_order: Callable[[str], None] = lambda line: None
         self._stacks: dict[int, str] = {}  # What rank 0 has shown of each rank's main thread.
         self._watches_stalls = not config.stall_check_disable and (
             config.stall_warning_seconds > 0 or config.stall_shutdown_seconds > 0
@@ -297,6 +301,20 @@ class ControlPlane:
         text = self._deadlocks.receive(message, self._coordinator.waiting())
         if text is not None:
             log.warning(text)
+            first, *ranks = text.splitlines()
+            _tell_of_stall("\n".join([first.partition(". ")[0] + ":", *ranks]))
+
+    def pass_order(self, rank: int, line: str) -> None:
+        """Give an order of the launcher to a rank, or to EVERY_RANK: to `take_order` there."""
+        self._on_launcher_order(LauncherOrder(rank, line))
+
+    def _on_launcher_order(self, message: LauncherOrder) -> None:
+        if not (self._tree.is_root or message.descends):
+            self._send_up(message)
+            return
+        self._send_down(message._replace(descends=1))
+        if message.rank in (self._rank, EVERY_RANK):
+            self.take_order(message.line)
 
     def _on_clock_query(self, message: ClockQuery) -> None:
         if self._tree.is_root:
@@ -328,6 +346,7 @@ class ControlPlane:
         StackReply: _on_stack_reply,
         WaitQuery: _on_wait_query,
         WaitReply: _on_wait_reply,
+        LauncherOrder: _on_launcher_order,
         ClockQuery: _on_clock_query,
         ClockReply: _on_clock_reply,
         Capabilities: _on_capabilities,
@@ -388,8 +407,7 @@ class ControlPlane:
         if report is None:
             return
         log.warning(report.text)
-        if launcher_pipe() is not None:
-            tell_launcher("stall", " ".join(report.text.split())[:LONGEST_TEXT])
+        _tell_of_stall(report.text)
         if report.shutdown:
             raise StalledError(report.text, report.missing)
         self._on_stack_query(StackQuery(report.missing))
@@ -449,6 +467,11 @@ class ControlPlane:
             self._transport.receive(0)
         except Exception as second:  # Other ranks see that the connections of this rank close.
             log.debug("rank %d: %s, while telling why the job fails", self._rank, second)
+
+
+def _tell_of_stall(text: str) -> None:
+    if launcher_pipe() is not None:
+        tell_launcher("stall", " ".join(text.split())[:LONGEST_TEXT])
 
 
 def _reason_of(message: Abort) -> HorovodInternalError:

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -116,6 +117,7 @@ class Engine:
         if len(self.topology.hosts) > 1 and not config.autotune:
             carried = CarriedData(self.rank, self._executor, self.process_sets)
             self._memory.data_of = carried.of
+        self._launcher_orders: deque[tuple[int, str]] = deque()  # To be passed on.
         self._debug = log.isEnabledFor(logging.DEBUG)
         # Set by `shutdown`. The engine thread then asks the coordinator once for the departure.
         self._shutdown_requested = threading.Event()
@@ -226,6 +228,23 @@ class Engine:
     def reported(self) -> tuple[int, int]:
         """How many tensors were reported to the coordinator, and how many of them by a bit."""
         return self._memory.reported, self._memory.reported_by_bit
+
+    def take_launcher_orders(self, take: Callable[[str], None]) -> None:
+        """Let ``take(line)`` have the orders of the launcher that other ranks have passed on.
+
+        It is called on the engine thread, and must not wait.
+        """
+        self._control_plane.take_order = take
+
+    def pass_launcher_order(self, rank: int, line: str) -> None:
+        """Pass an order of the launcher on to a rank, or to EVERY_RANK; any thread, never waits."""
+        if not self.departed.is_set():
+            self._launcher_orders.append((rank, line))
+            self._transport.wake()
+
+    def outstanding(self) -> list[tuple[str, float]]:
+        """Return the tensors that are not complete; see `PendingTable.outstanding`."""
+        return self._pending.outstanding()
 
     @property
     def clock_offset_seconds(self) -> float:
@@ -388,6 +407,8 @@ class Engine:
 
         More may gather before, where this thread has no order to execute meanwhile.
         """
+        while self._launcher_orders:
+            self._control_plane.pass_order(*self._launcher_orders.popleft())
         departs = self._shutdown_requested.is_set()
         entries = self._inbox.drain(everything=departs, gathers=gathers)
         if entries:

@@ -149,6 +149,17 @@ class PendingTable:
         """Return whether an entry is neither complete nor failed."""
         return self.find(*entry.key) is entry
 
+    def outstanding(self) -> list[tuple[str, float]]:
+        """Return the tensors that are not complete, the oldest first, and when they were enqueued.
+
+        The time is 0 where nobody observed the engine then.
+        """
+        with self._lock:
+            entries = {*self._entries.values(), *self._running}
+        found = [each for each in entries if not each.handle.poll()]
+        found.sort(key=lambda entry: entry.enqueued)
+        return [(entry.request.name, entry.enqueued) for entry in found]
+
     def waits(self) -> list[tuple[str, str]]:
         """Return the tensors for which threads of the user wait without a limit, and where.
 

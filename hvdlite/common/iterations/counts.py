@@ -58,6 +58,7 @@ class Counts(Following):
         self._last_end: float | None = None
         self._waited_until = 0.0  # Of collectives that belong to no step.
         self._longest = (0.0, "")  # The longest wait since the last line, and for which tensor.
+        self._began = time.monotonic()
         self._process = ProcessFacts()
         self._stopping = threading.Event()
         self._runs: deque[SegmentRun] = deque(maxlen=MOST_RUNS)
@@ -188,33 +189,42 @@ class Counts(Following):
     def history(self, wanted: str) -> dict[str, Any]:
         """Return what was run of a tensor of late, on the clock of rank 0.
 
-        ``{name, runs: [[ready, start, end, bytes, tensors]], others}``: when this rank was ready,
-        when the exchange began and ended, and what was exchanged together. The name may lack its
-        collective. Without a tensor of the name, `others` are names that contain it, or all.
+        ``{name, runs: [[ready, start, end, bytes, tensors]], waits, others}``: when this rank was
+        ready, when the exchange began and ended, and what was exchanged together; since how many
+        seconds it is outstanding, or None. The name may lack its collective. Without a tensor of
+        the name, `others` are names that contain it, or all, those that are outstanding first.
         """
+        waiting = {name: seconds for seconds, name in self._outstanding()}
         with self._settling:
             self.settle()
             runs = list(self._runs)
         shift = self._runtime.engine.clock_offset_seconds
         groups = dict.fromkeys(run.names for run in reversed(runs))  # The same in each step.
-        names = dict.fromkeys(name for group in groups for name in group)
+        names = dict.fromkeys([*waiting, *(name for group in groups for name in group)])
         name = next((each for each in names if wanted in (each, each.partition(".")[2])), None)
         if name is None:
             others = [each for each in names if wanted in each] or list(names)
-            return {"name": "", "runs": [], "others": others[:MOST_NAMES]}
+            return {"name": "", "runs": [], "waits": None, "others": others[:MOST_NAMES]}
         having = {group for group in groups if name in group}
         found = [run for run in runs if run.names in having][-MOST_SHOWN:]
-        return {"name": name, "others": [], "runs": [
+        return {"name": name, "others": [], "waits": waiting.get(name), "runs": [
             [(run.ready or run.start) + shift, run.start + shift, run.end + shift, run.bytes,
              len(run.names)] for run in found
         ]}  # fmt: skip
+
+    def _outstanding(self) -> list[tuple[float, str]]:
+        """Return since how many seconds tensors are outstanding, the oldest one first."""
+        now = time.monotonic()
+        found = self._runtime.engine.outstanding()
+        return [(now - max(at, self._began), name) for name, at in found]
 
     def _tell(self) -> None:
         """Send a line a second; where lines are a host's standard error, one of all its ranks."""
         while not self._stopping.wait(self._period()):
             runtime = self._runtime
             values = self.values()
-            (_, tensor), self._longest = self._longest, (0.0, "")
+            longest, self._longest = self._longest, (0.0, "")
+            _, tensor = max([longest, *self._outstanding()[:1]])
             sample = Sample(runtime.rank, runtime.topology.size, values, tensor)
             tell_launcher("live", pack(sample))
 

@@ -59,10 +59,14 @@ def _begin_by_setting(runtime: Runtime) -> None:
     if runtime.config.live:
         counts_of(runtime).tell_launcher()
     if launcher_pipe() is not None:
-        from hvdlite.common.iterations.orders import launcher_has_asked_to_count, obey_launcher
+        from hvdlite.common.iterations import orders
 
-        obey_launcher(lambda: counts_of(_own_runtime(), between_steps=True))
-        if launcher_has_asked_to_count():
+        def counts() -> Counts:
+            return counts_of(_own_runtime(), between_steps=True)
+
+        orders.obey_launcher(counts)
+        orders.obey_passed_orders(runtime, counts)
+        if orders.launcher_has_asked_to_count(runtime):
             counts_of(runtime, between_steps=True).tell_launcher()
 
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 from hvdlite.common.base.report_failure import (
@@ -22,15 +23,21 @@ from hvdlite.common.base.report_failure import (
 from hvdlite.common.connections.orders import (
     BEGUN,
     COUNT,
+    OF_ALL,
+    PASS,
     PIPE_NAME,
     STACK,
     TENSOR,
     TIMELINE,
     Order,
     pack_answer,
+    pack_order,
     unpack_order,
 )
 from hvdlite.common.iterations.counts import Counts
+from hvdlite.common.plain.messages import EVERY_RANK
+from hvdlite.common.runtime.current import this_process
+from hvdlite.common.runtime.runtime import Runtime
 
 Answer = dict[str, Any]
 READ_BYTES = 1 << 16
@@ -62,14 +69,46 @@ def obey_launcher(counts: Callable[[], Counts]) -> None:
         ).start()
 
 
-def launcher_has_asked_to_count() -> bool:
-    """Return whether somebody has looked at this job before.
+# The orders that other ranks have passed on to this process, by its id; a thread obeys them.
+_passed: dict[int, SimpleQueue[str]] = {}
+
+
+def obey_passed_orders(runtime: Runtime, counts: Callable[[], Counts]) -> None:
+    """Obey in this world what ranks on the launcher's host pass on, where that has no pipe here."""
+    if launcher_pipe() != STANDARD_ERROR:
+        return
+    lines = _passed.get(os.getpid())
+    if lines is None:
+        lines = _passed[os.getpid()] = SimpleQueue()
+        threading.Thread(
+            target=_obey_passed, args=(lines, counts), name="hvdlite-orders", daemon=True
+        ).start()
+    runtime.engine.take_launcher_orders(lines.put)
+
+
+def _obey_passed(lines: SimpleQueue[str], counts: Callable[[], Counts]) -> None:
+    while True:
+        order = unpack_order(lines.get())
+        if order is not None:
+            _obey_order(order, counts)
+
+
+def launcher_has_asked_to_count(runtime: Runtime) -> bool:
+    """Return whether somebody has looked at this job before; tell ranks that cannot see it.
 
     To be asked after each `init`: the order to count, which is given once, may have come to a
     process that was none of the ranks just then, such as between two worlds of an elastic job.
     """
     folder = _folder()
-    return folder is not None and os.path.exists(os.path.join(folder, COUNT))
+    if folder is None:
+        return False
+    try:
+        with open(os.path.join(folder, COUNT), "rb") as file:
+            if file.read() == OF_ALL:
+                runtime.engine.pass_launcher_order(EVERY_RANK, pack_order(Order(0, COUNT)))
+    except OSError:
+        return False
+    return True
 
 
 def _folder() -> str | None:
@@ -115,6 +154,13 @@ def _tensor(order: Order, counts: Callable[[], Counts]) -> Answer:
     return counts().history(str(name))
 
 
+def _pass(order: Order, _counts: Callable[[], Counts]) -> None:
+    rank, line = order.arguments
+    runtime = this_process.runtime
+    if runtime is not None:
+        runtime.engine.pass_launcher_order(int(rank), str(line))
+
+
 def _timeline(order: Order, counts: Callable[[], Counts]) -> None:
     path, steps = order.arguments
 
@@ -154,5 +200,5 @@ def _error(error: Exception) -> Answer:
 
 
 OBEY: dict[str, Callable[[Order, Callable[[], Counts]], Answer | None]] = {
-    COUNT: _count, STACK: _stack, TENSOR: _tensor, TIMELINE: _timeline,
+    COUNT: _count, STACK: _stack, TENSOR: _tensor, TIMELINE: _timeline, PASS: _pass,
 }  # fmt: skip

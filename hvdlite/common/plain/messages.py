@@ -219,6 +219,20 @@ class ClockReply(NamedTuple):
     answered_ns: int
 
 
+EVERY_RANK = -1
+
+
+class LauncherOrder(NamedTuple):
+    """An order of the launcher, a line, for `rank` or EVERY_RANK, where it has no way of its own.
+
+    It goes up to rank 0, and from there down to all.
+    """
+
+    rank: int
+    line: str
+    descends: int = 0  # 1 where it comes from rank 0.
+
+
 Message: TypeAlias = (
     Reports
     | Orders
@@ -231,6 +245,7 @@ Message: TypeAlias = (
     | Capabilities
     | WaitQuery
     | WaitReply
+    | LauncherOrder
 )
 _MESSAGES: tuple[type, ...] = (
     Reports,
@@ -244,6 +259,7 @@ _MESSAGES: tuple[type, ...] = (
     Capabilities,
     WaitQuery,
     WaitReply,
+    LauncherOrder,
 )
 _ORDERS: tuple[type, ...] = (Segment, Eviction, Departed, Retune, Figures, DeviceRuns)
 _KIND = {kind: number for number, kind in enumerate(_MESSAGES)}
@@ -396,6 +412,7 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
     StackReply: (_natural, _text),
     WaitQuery: (_natural, _naturals),
     WaitReply: (_natural, _natural, _texts, _texts),
+    LauncherOrder: (_integer, _text, _natural),
     ClockQuery: (_natural, _integer),
     ClockReply: (_natural, _integer, _integer),
 }  # fmt: skip

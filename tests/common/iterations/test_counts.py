@@ -228,13 +228,38 @@ def test_each_init_looks_whether_to_count(tmp_path: Path, monkeypatch: pytest.Mo
 
     try:
         assert run_ranks(1, main) == [False]
-        (tmp_path / "count").touch()
+        (tmp_path / "count").write_bytes(b"all")
         for _ in range(2):
             assert run_ranks(1, lambda rank: main(rank) and os.read(reader, 4096)[:12]) == [
                 b"token live 0"
             ]
     finally:
         os.close(reader)
+
+
+def test_orders_go_on_to_ranks_that_the_launcher_does_not_reach() -> None:
+    """As under mpirun: a rank on the launcher's host has a pipe, and its engine passes them on."""
+    heard: list[list[str]] = [[] for _ in range(3)]
+    came = threading.Semaphore(0)
+
+    def main(rank: int) -> None:
+        engine = current().engine
+
+        def take(line: str) -> None:
+            heard[rank].append(line)
+            came.release()
+
+        engine.take_launcher_orders(take)
+        hvd.barrier()
+        if rank == 1:
+            engine.pass_launcher_order(2, "stack")
+            engine.pass_launcher_order(-1, "count")
+            for _ in range(4):
+                assert came.acquire(timeout=20)
+        hvd.barrier()
+
+    run_ranks(3, main)
+    assert heard == [["count"], ["count"], ["stack", "count"]]
 
 
 @pytest.mark.parametrize("script_begins_one", [False, True])
@@ -267,6 +292,24 @@ def test_a_timeline_by_order(
 
     run_ranks(1, main)
     assert json.loads(Path(ours).read_text())
+
+
+def test_a_tensor_that_is_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is offered, and told since when, though nothing was exchanged."""
+
+    def main(rank: int) -> tuple[Any, ...]:
+        counts = counts_of(current())
+        hvd.barrier()
+        handle = hvd.allreduce_async(np.ones(3), name="late") if rank == 0 else None
+        found = counts.history("late"), counts.history("none"), counts._outstanding()
+        hvd.barrier()
+        hvd.synchronize(hvd.allreduce_async(np.ones(3), name="late") if rank else handle)
+        return found
+
+    (late, none, oldest), (other, _, nothing) = run_ranks(2, main)
+    assert (late["name"], late["runs"]) == ("allreduce.late", []) and late["waits"] >= 0
+    assert none["others"][0] == "allreduce.late" and oldest[0][1] == "allreduce.late"
+    assert other["name"] == "" and nothing == []
 
 
 def test_the_last_runs_of_a_tensor() -> None:

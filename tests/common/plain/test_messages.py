@@ -20,6 +20,7 @@ from hvdlite.common.plain.messages import (
     DeviceRuns,
     Eviction,
     Figures,
+    LauncherOrder,
     Message,
     Orders,
     Report,
@@ -55,6 +56,8 @@ MESSAGES: list[Message] = [
     WaitQuery(1, (0, 2)),
     WaitReply(1, 2, ("a",), ("script.py, line 3",)),
     WaitReply(3, 2, (), ()),
+    LauncherOrder(-1, '[0,"count"]'),
+    LauncherOrder(3, '[1,"stack"]', 1),
     ClockReply(1, 10**18, -5),
 ]
 

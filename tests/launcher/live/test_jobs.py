@@ -85,6 +85,27 @@ def test_a_stall_is_counted(tmp_path: Path) -> None:
     assert any("done" in text for text in stalls), "the tensor that rank 1 is late with"
 
 
+CIRCLE = """
+import numpy as np
+import hvdlite.numpy as hvd
+hvd.init()
+for name in "ab" if hvd.rank() else "ba":
+    hvd.allreduce(np.ones(3), name=name)
+"""
+
+
+def test_ranks_that_wait_for_each_other_are_an_event(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    flags = ("--live-report", str(report), "--stall-check-shutdown-time-seconds", "2")
+    assert launch("-np", "2", *flags, sys.executable, "-c", CIRCLE).returncode != 0
+    (data,) = re.findall(r'id="data">(.*?)</script>', report.read_text())
+    stalls = [event["text"] for event in json.loads(data)["events"] if event["kind"] == "stall"]
+    assert stalls and stalls[0].startswith(
+        "2 ranks wait for each other, and none of them will ever go on: rank 0 waits for "
+        "'allreduce.b', not yet submitted by rank 1: "
+    )
+
+
 def test_the_numbers_of_an_elastic_job(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     text = check(("-np", "2", "--min-np", "2"), tmp_path)

@@ -81,12 +81,17 @@ def test_questions() -> None:
     asked.answer({"error": "rank 1: no"})
     assert one.panel == ["rank 1: no"]
     press(one, "t\r")
-    asked.answer({"calls": [{"ago": "?"}], "name": "x"})
+    none = {"name": "x", "ranks": 3, "others": [], "calls": [], "asked": [0, 1, 2, 3]}
+    asked.answer({**none, "waits": [[0, 12.0], [2, 3.0]]})
+    (said,) = one.panel
+    assert said == "x is outstanding: submitted by ranks 0, 2, 12 s ago, and not by ranks 1, 3"
+    press(one, "t\r")
+    asked.answer({"calls": [{"ago": "?"}], "name": "x", "waits": [], "asked": []})
     assert one.panel[0].startswith("the answer cannot be read: ")
     press(one, "tq\x1b")
     assert not quits
     press(one, "t" + "x" * 5000 + "\r")
-    ((_, name),) = asked.requests[4:]
+    ((_, name),) = asked.requests[5:]
     assert len(name) == LONGEST_NAME, "a longer request would not be read"
     press(one, "\x1b")
     assert (one.panel, quits) == ([], [])

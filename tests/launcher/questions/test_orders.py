@@ -60,6 +60,13 @@ def test_pipes_of_ranks(tmp_path: Path) -> None:
     rank_orders.give(folder, 1, "line")
     rank_orders.count(folder)
     assert os.read(pipe, 100) == b'line\n[0,"count"]\n'
+    rank_orders.count(folder, passes=True)
+    assert (tmp_path / "count").read_bytes() == b"all"
+    rank_orders.pass_on(folder, 1, 3, "line")
+    lines = os.read(pipe, 200).decode().splitlines()
+    assert [unpack_order(line) for line in lines] == [
+        Order(0, "count"), Order(0, "pass", (-1, '[0,"count"]')), Order(0, "pass", (3, "line"))
+    ]  # fmt: skip
     os.close(pipe)
     assert (tmp_path / "count").exists(), "ranks that start later look for it"
     rank_orders.forget(folder, 1)

@@ -38,4 +38,8 @@ def test_nobody_knows_it() -> None:
     assert (answer["calls"], answer["others"]) == ([], ["allreduce.w1", "allreduce.w2"])
     assert merge("w", {}, 0.0) == {"error": "no rank has been heard of"}
     assert "no rank can tell: x" in merge("w", {0: {"error": "x"}}, 0.0)["error"]
+    some_have = {0: {**empty, "name": "allreduce.w", "waits": 12.5}, 1: {**empty, "waits": None}}
+    answer = merge("w", some_have, 0.0)
+    assert (answer["name"], answer["calls"]) == ("allreduce.w", [])
+    assert (answer["asked"], answer["waits"]) == ([0, 1], [[0, 12.5]])
     assert merge("w", {0: {"runs": [["a"]], "name": 3}}, 0.0)["calls"] == []
