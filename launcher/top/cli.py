@@ -164,13 +164,13 @@ def _show(jobs: list[Job], chosen: Job | None, loop: EventLoop) -> int:
         lines = spell_jobs(found)
         return [(about["pid"], line) for (_, about), line in zip(found, lines, strict=True)]
 
-    def opened(job: Job) -> JobPage:
+    def opened(job: Job, back: ListPage | None) -> JobPage:
         connection, about = job
-        return JobPage(pages, connection, about["pid"], back=first if len(jobs) > 1 else None)
+        return JobPage(pages, connection, about["pid"], back=back)
 
     first = ListPage(pages, rows)
-    first.opened = lambda index: pages.turn_to(opened(running.jobs[index]))
-    return pages.run(first if chosen is None else opened(chosen))
+    first.opened = lambda index: pages.turn_to(opened(running.jobs[index], first))
+    return pages.run(first if chosen is None else opened(chosen, None))
 
 
 class RunningJobs:
