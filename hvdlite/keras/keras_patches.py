@@ -18,8 +18,8 @@ from functools import cache, partial, wraps
 from inspect import signature
 from typing import Any
 
+from hvdlite.common.iterations.following import Following
 from hvdlite.common.iterations.live import traces_of_loops
-from hvdlite.common.iterations.trace import Following
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.keras.gradient_exchange import Exchange
 from hvdlite.keras.optimizer_families import Kind, parts_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.plain.metrics import MOST_CHARACTERS
+from hvdlite.launcher.mpirun.mpi import find_all
 from tests.hosts import faults, sites
+from tests.hosts.jobs import ALL, FOREVER, in_the_middle
 from tests.hosts.lab import ROOT, SHARED, Lab
 from tests.hosts.sites import ThreeHosts
 from tests.launcher.elastic.jobs import Watch
@@ -58,6 +61,30 @@ def test_a_host_sends_one_message_a_second(
     for host, times in gathered.times.items():
         assert len(times) <= times[-1] - times[0] + 1.5, (host, times)
         assert max(gathered.ranks[host]) == 2, "those of both ranks go together"
+
+
+ASK = """
+import time
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.top.cli import running_jobs
+
+((connection, _),), _ = running_jobs(EventLoop())
+end = time.monotonic() + 20
+while len(connection.ask_now(["look"])["ranks"]) < 3:
+    assert time.monotonic() < end, connection.ask_now(["look"])
+print(connection.ask_now(["stack", 2])["stack"])
+print(connection.ask_now(["tensor", "x"])["ranks"], "ranks")
+"""
+
+
+@pytest.mark.skipif(next(find_all(os.environ), None) is None, reason="there is no mpirun")
+def test_ranks_on_other_hosts_take_orders_under_mpirun(lab: Lab) -> None:
+    """They begin to count, and tell their stacks, though the launcher has no pipe there."""
+    runtime = {"XDG_RUNTIME_DIR": "/run"}
+    words = ("--launcher=mpirun", "-H", ALL, sys.executable, "-c", FOREVER)
+    with in_the_middle(lab, *words, **runtime):
+        done = lab.run("nodea", sys.executable, "-c", ASK, **runtime)
+    assert 'File "<string>", line' in done.stdout and "3 ranks" in done.stdout, done
 
 
 def test_a_slow_host_and_a_slow_link_are_named(lab: Lab) -> None:

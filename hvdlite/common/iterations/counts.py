@@ -20,8 +20,8 @@ from contextlib import suppress
 from typing import Any
 
 from hvdlite.common.base.report_failure import STANDARD_ERROR, launcher_pipe, tell_launcher
+from hvdlite.common.iterations.following import Following
 from hvdlite.common.iterations.rows import IterationTimes
-from hvdlite.common.iterations.trace import Following
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.metrics import Sample, pack
 from hvdlite.common.runtime.current import this_process

@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hvdlite.common.base.report_failure import launcher_pipe
-from hvdlite.common.iterations.trace import Following, trace_by_setting
+from hvdlite.common.iterations.following import Following
+from hvdlite.common.iterations.trace import trace_by_setting
 from hvdlite.common.runtime.current import current, this_process
 from hvdlite.common.runtime.recording import Trainers
 from hvdlite.common.runtime.runtime import Runtime

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.api.objects import allgather_object
+from hvdlite.common.iterations.following import Following
 from hvdlite.common.iterations.marks import IterationMarks
-from hvdlite.common.iterations.trace import Following
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 from hvdlite.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection
 
+from hvdlite.common.iterations.following import MOST_UNSETTLED, Following
 from hvdlite.common.iterations.live import counts_of
 from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.iterations.rows import IterationTimes
-from hvdlite.common.iterations.trace import MOST_UNSETTLED, Following
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
