@@ -49,7 +49,6 @@ from hvdlite.launcher.agent_process.rank_process import (
     LIVE,
     AgentFolder,
     RankProcess,
-    RankStart,
     RankVariables,
 )
 from hvdlite.launcher.agent_process.relay import HostMeeting, WorkerRelay
@@ -173,7 +172,7 @@ class Agent:
     def _reap(self) -> None:
         """Report the ranks that have ended: first what they said, then their code."""
         for number, rank in self._ranks.items():
-            if number not in self._reported and rank.has_ended():
+            if number not in self._reported and rank.code is not None:
                 self._reported.add(number)
                 rank.drain()
                 self._report_events()
@@ -261,20 +260,18 @@ class Agent:
         assert self._variables is not None
 
         def output(stream: str, data: bytes) -> None:
-            self.channel.send("output", number, stream, data)
+            if data:
+                self.channel.send("output", number, stream, data)
 
         try:
             environ = self._variables.environ_of(rank)
         except ConfigError as error:  # Of an elastic job, whose slots are not checked before.
             self.channel.send("unable", number, str(error))
             return
-        start = RankStart(
-            command=rank["command"],
-            environ=environ,
-            cores=self._variables.cores_of(rank),
-            terminals=rank["terminals"],
-        )
-        process = RankProcess(start, self.loop, output)
+        process = RankProcess(
+            rank["command"], environ, self.loop, output,
+            cores=self._variables.cores_of(rank), terminals=rank["terminals"],
+        )  # fmt: skip
         self._ranks[number] = process
         self._number_of[rank["rank"]] = number
         self.channel.send("started", number, process.pid)

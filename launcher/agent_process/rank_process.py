@@ -9,19 +9,16 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from hvdlite.launcher.decisions.endings import NOT_EXECUTABLE, NOT_FOUND
 from hvdlite.launcher.hosts.resources import cores, visible_devices
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE, home_directory, of_another_job
 from hvdlite.launcher.platforms.batch_systems import without_step
+from hvdlite.launcher.processes.child import READ_BYTES, Child
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.processes.output import STREAMS
-from hvdlite.launcher.processes.signals import die_with_parent
 
-READ_BYTES = 1 << 16
 LIVE = "live"
 EVENTS = ("raised", "stall", "answer", LIVE)
 # The path of a Unix socket may have 107 bytes, and its name here has 8.
@@ -117,91 +114,53 @@ class AgentFolder:
             os.rmdir(self.path)
 
 
-READ_BYTES = 1 << 16
-DRAIN_BYTES = 1 << 20  # At most so much is read after the end of a rank: its children may go on.
 MEETING = {False: "HVDLITE_RENDEZVOUS", True: "HVDLITE_ELASTIC_DRIVER"}
 
 
-class RankStart(NamedTuple):
-    """How a rank is started."""
+class RankProcess(Child):
+    """A running rank in a process group of its own; its output goes to `output(stream, data)`.
 
-    command: Sequence[str]
-    environ: Mapping[str, str]
-    cores: Sequence[int] = ()  # that it is bound to; empty: those of the agent
-    terminals: Mapping[int, str] = MappingProxyType({})  # of a rank that is debugged: fd -> path
-
-
-class RankProcess:
-    """A running rank in a process group of its own; its output goes to `output(stream, data)`."""
+    It is bound to `cores`; none: to those of the agent. `terminals` are those of a rank that is
+    debugged, by file descriptor.
+    """
 
     def __init__(
-        self, start: RankStart, loop: EventLoop, output: Callable[[str, bytes], None]
-    ) -> None:
+        self, command: Sequence[str], environ: Mapping[str, str], loop: EventLoop,
+        output: Callable[[str, bytes], None], *, cores: Sequence[int] = (),
+        terminals: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.pid = 0
-        self.code: int | None = None  # Its exit code, or minus the signal that ended it.
-        self._loop, self._output = loop, output
-        self._pipes: dict[str, int] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        try:
-            self._start(start)
-        except OSError as error:
-            text = f"hvdlite-run: cannot run {start.command[0]!r}: {error.strerror}\n"
-            output("stderr", text.encode(errors="replace"))
-            missing = isinstance(error, FileNotFoundError)
-            self.code = NOT_FOUND if missing else NOT_EXECUTABLE
+        self._pipes = {}
+        self._no_start: int | None = None  # The exit code of a rank that could not be started.
+        streams: list[Any] = [subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE]
 
-    def _start(self, start: RankStart) -> None:
+        def start(words: Sequence[str]) -> None:
+            super(RankProcess, self).__init__(
+                words, environ, loop, output, streams=streams, cores=cores,
+                death_signal=signal.SIGKILL,
+            )  # fmt: skip
+
         with contextlib.ExitStack() as opened:
-            targets: list[Any] = [subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE]
-            for fd, path in start.terminals.items():
-                mode = os.O_RDONLY if fd == 0 else os.O_WRONLY
-                target = os.open(path, mode | os.O_NOCTTY | os.O_CLOEXEC)
-                opened.callback(os.close, target)
-                targets[fd] = target
-            self._process = _spawn(start, targets)
-        self.pid = self._process.pid
-        for stream, pipe in zip(STREAMS, (self._process.stdout, self._process.stderr), strict=True):
-            if pipe is not None:
-                self._pipes[stream] = pipe.fileno()
-                os.set_blocking(pipe.fileno(), False)
-        self.resume()
+            try:
+                for fd, path in terminals.items():
+                    mode = os.O_RDONLY if fd == 0 else os.O_WRONLY
+                    streams[fd] = os.open(path, mode | os.O_NOCTTY | os.O_CLOEXEC)
+                    opened.callback(os.close, streams[fd])
+                try:
+                    start(command)
+                except OSError as error:
+                    if error.errno != errno.ENOEXEC:
+                        raise
+                    start(["/bin/sh", *command])  # A script whose first line names no shell.
+            except OSError as error:
+                text = f"hvdlite-run: cannot run {command[0]!r}: {error.strerror}\n"
+                output("stderr", text.encode(errors="replace"))
+                missing = isinstance(error, FileNotFoundError)
+                self._no_start = NOT_FOUND if missing else NOT_EXECUTABLE
 
-    def resume(self) -> None:
-        for stream, fd in self._pipes.items():
-            self._loop.forget(fd)
-            self._loop.listen(fd, partial(self._read, stream))
-
-    def pause(self) -> None:
-        """Let it wait when it prints more than its pipes hold."""
-        for fd in self._pipes.values():
-            self._loop.forget(fd)
-
-    def _read(self, stream: str, _fd: int = -1) -> int:
-        fd = self._pipes[stream]
-        try:
-            data = os.read(fd, READ_BYTES)
-        except BlockingIOError:
-            return 0
-        if data:
-            self._output(stream, data)
-        else:
-            self._loop.forget(fd)
-            del self._pipes[stream]
-            getattr(self._process, stream).close()
-        return len(data)
-
-    def has_ended(self) -> bool:
-        """Return whether the process has ended; `code` is set then."""
-        if self.code is None and self._process is not None:
-            self.code = self._process.poll()
-        return self.code is not None
-
-    def drain(self) -> None:
-        """Read what it has printed before its end."""
-        for stream in list(self._pipes):
-            left = DRAIN_BYTES
-            while left > 0 and stream in self._pipes and (count := self._read(stream)):
-                left -= count
+    @property
+    def code(self) -> int | None:
+        return super().code if self._no_start is None else self._no_start
 
     def signal(self, number: int) -> None:
         """Signal the process and its children, unless it has ended well."""
@@ -216,29 +175,6 @@ class RankProcess:
         """
         self.signal(signal.SIGKILL)
         self.pid = 0
-
-
-def _spawn(start: RankStart, targets: Sequence[Any]) -> subprocess.Popen[bytes]:
-    die = die_with_parent(signal.SIGKILL)
-
-    def prepare() -> None:
-        if die is not None:
-            die()
-        if start.cores:
-            os.sched_setaffinity(0, start.cores)
-
-    def run(command: Sequence[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command, env=start.environ, stdin=targets[0], stdout=targets[1], stderr=targets[2],
-            start_new_session=True, preexec_fn=prepare,  # noqa: PLW1509 - it makes system calls
-        )  # fmt: skip
-
-    try:
-        return run(start.command)
-    except OSError as error:
-        if error.errno != errno.ENOEXEC:
-            raise
-        return run(["/bin/sh", *start.command])  # A script without a first line that names a shell.
 
 
 # The environment of the ranks of one host, as its agent completes it there.

@@ -45,7 +45,7 @@ class WorkerRelay:
 
     def _note_end(self, number: int) -> None:
         worker = self._workers.get(number)
-        if worker is not None and not worker.has_ended():  # Else its exit code follows at once.
+        if worker is not None and worker.code is None:  # Else its exit code follows at once.
             self._channel.send("closed", number)
 
     def tell(self, numbers: list[int], message: bytearray) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.launcher.agents.channel import PROLOGUE, VERSION, Channel
+from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.processes.leading_process import LeadingProcess
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from hvdlite.launcher.platforms.batch_systems import (
     jsrun_command,
     resource_file,
 )
-from hvdlite.launcher.processes.leading_process import LeadingProcess
+from hvdlite.launcher.processes.child import LeadingProcess
 
 # How srun tells, before all agents are there, that one will not come.
 GONE = re.compile(r"error: (\S+): (tasks? [\d,-]+: (?:Exited|Killed|Terminated|Out Of Memory).*)")

@@ -23,7 +23,7 @@ from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.ssh import agent_command, agent_path, remote_agent_command, ssh_command
 from hvdlite.launcher.jobs.job import Job
-from hvdlite.launcher.processes.leading_process import LeadingProcess
+from hvdlite.launcher.processes.child import LeadingProcess
 
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.

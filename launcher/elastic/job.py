@@ -23,8 +23,8 @@ from hvdlite.launcher.hosts.hosts import parse_discovery
 from hvdlite.launcher.hosts.ssh import spell_end
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.jobs.outcome import JobOutcome, signal_outcome
+from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.processes.leading_process import READ_BYTES, LeadingProcess
 
 # Workers that wait for a world have been told of the end; whoever trains on is not needed any more.
 AFTER_FINISH: Plan = ((0.5, ending.TERMINATE), (2.5, ending.KILL), (1.0, ending.ABANDON))
@@ -216,51 +216,32 @@ class DiscoveryScript:
             self._run = None
 
 
-class _Run:
+class _Run(LeadingProcess):
     """One run; `ended` is called when the script has ended, whatever its children do."""
 
     def __init__(
         self, command: str, environ: Mapping[str, str], loop: EventLoop,
         ended: Callable[[_Run], None],
     ) -> None:  # fmt: skip
-        self._process = LeadingProcess(
-            ["/bin/sh", "-c", command], environ, loop, signal.SIGKILL, folder=None
-        )
-        self._loop, self._ended = loop, ended
         self._found = b""
-        self._fd, writer = self._process.take_streams()
-        os.close(writer)
-        os.set_blocking(self._fd, False)
-        self._end_fd = os.pidfd_open(self._process.pid)
-        loop.listen(self._fd, self._read)
-        loop.listen(self._end_fd, self._note_end)
+        shell = ["/bin/sh", "-c", command]
+        super().__init__(shell, environ, loop, signal.SIGKILL, folder=None, printed=self._add)
+        self.close_input()
+        self._end_fd = os.pidfd_open(self.pid)
+        loop.listen(self._end_fd, lambda _fd: ended(self))
 
-    def _read(self, fd: int) -> bool:
-        """Read what is there; return whether there may be more."""
-        try:
-            data = os.read(fd, READ_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._loop.forget(fd)
+    def _add(self, data: bytes) -> None:
         self._found = (self._found + data)[:MOST_BYTES]
-        return bool(data) and len(self._found) < MOST_BYTES
-
-    def _note_end(self, _fd: int) -> None:
-        while self._read(self._fd):
-            pass
-        self._ended(self)
 
     def result(self) -> tuple[int | None, str, str]:
-        """Return how the script has ended, as `LeadingProcess.code`, its output and its errors."""
-        said = self._process.said()
-        return self._process.code, self._found.decode(errors="replace"), said
+        """Return how the script has ended, as `Child.code`, its output and its errors."""
+        said = self.said()
+        return self.code, self._found.decode(errors="replace"), said
 
     def close(self) -> None:
         """Kill the script and its children, and close what belongs to it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.close()
-        for fd in (self._fd, self._end_fd):
-            self._loop.forget(fd)
-            os.close(fd)
+            os.killpg(self.pid, signal.SIGKILL)
+        super().close()
+        self._loop.forget(self._end_fd)
+        os.close(self._end_fd)

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ from hvdlite.launcher.hosts.ssh import (
     explain_silence,
     ssh_command,
 )
+from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.processes.leading_process import READ_BYTES, LeadingProcess
 from hvdlite.launcher.processes.signals import interrupt_waits
 
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
@@ -125,7 +124,6 @@ class Conversation:
         self._said: list[str] = []  # before Python has started, on standard output
         self._timer = Timer(self._give_up)
         self._leader: LeadingProcess | None = None
-        self._streams: list[FileIO] = []
 
     def ask(self, question: Mapping[str, Any]) -> None:
         """Send a question. It fits into the pipe, so this does not wait for the reader."""
@@ -134,13 +132,10 @@ class Conversation:
         if self._leader is None:
             with interrupt_waits():
                 self._leader = LeadingProcess(
-                    self._command, self._environ, self._loop, signal.SIGKILL
+                    self._command, self._environ, self._loop, signal.SIGKILL, printed=self._hear
                 )
-            reader, writer = self._leader.take_streams()
-            self._streams = [FileIO(reader, "r"), FileIO(writer, "w")]
-            self._loop.listen(reader, self._hear)
         with contextlib.suppress(BrokenPipeError):
-            self._streams[1].write(json.dumps(question).encode() + b"\n")
+            self._leader.write(json.dumps(question).encode() + b"\n")
         if self._has_ended:
             self._end()
 
@@ -148,11 +143,9 @@ class Conversation:
         self._timer.cancel()
         self._timer = self._loop.call_after(seconds, self._give_up)
 
-    def _hear(self, fd: int) -> None:
+    def _hear(self, data: bytes) -> None:
         """Take what the probe has printed, and perhaps the shell before it."""
-        data = os.read(fd, READ_BYTES)
         if not data:
-            self._loop.forget(fd)
             self._has_ended = True
             self._end()
         *lines, self._unread = (self._unread + data).split(b"\n")
@@ -184,8 +177,8 @@ class Conversation:
 
     def let_end(self) -> None:
         """Let the probe find the end of its input."""
-        if self._streams:
-            self._streams[1].close()
+        if self._leader is not None:
+            self._leader.close_input()
 
     def wait(self, deadline: float) -> None:
         """Wait until the process has ended, at most until `deadline`."""
@@ -196,10 +189,6 @@ class Conversation:
         """Leave no process and no open file behind."""
         if self._leader is not None:
             self._leader.close()
-        for stream in self._streams:
-            if not stream.closed:
-                self._loop.forget(stream.fileno())
-                stream.close()
 
 
 def _ask(

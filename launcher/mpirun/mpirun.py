@@ -33,8 +33,7 @@ from hvdlite.launcher.mpirun.mpi import (
 from hvdlite.launcher.mpirun.pipes import Pipes
 from hvdlite.launcher.mpirun.rank_shell import RankShell
 from hvdlite.launcher.processes import rank_orders
-from hvdlite.launcher.processes.output import STREAMS
-from hvdlite.launcher.processes.signals import die_with_parent
+from hvdlite.launcher.processes.child import Child
 
 SHARED_MEMORY = Path("/dev/shm")
 # The parameters of Open MPI that say where the files of its shared memory lie.
@@ -113,7 +112,7 @@ class MpirunJob(FixedJob):
         self._names = names_for_other_hosts(environ)
         self.token = f"hvdlite-rank-{secrets.token_hex(8)}"
         self.pipes = Pipes(self.folders.temporary, self.token, mpi.kind, self)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Child | None = None
         self._ended = False
         self._segments: set[bytes] = set()  # shared memory that our ranks were seen to map
 
@@ -154,24 +153,16 @@ class MpirunJob(FixedJob):
             self.pipes.print_early()
         self.pipes.make(self.options.num_proc)
         on_death = signal.SIGTERM if self.mpi.kind == OPENMPI else signal.SIGKILL
-        self.process = subprocess.Popen(
-            self.command_line(),
-            env=self.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C comes to us alone; we end the job in order
-            preexec_fn=die_with_parent(on_death),  # noqa: PLW1509 - it makes one system call
-        )
-        for stream, pipe in zip(STREAMS, (self.process.stdout, self.process.stderr), strict=True):
-            assert pipe is not None
-            self.pipes.listen_to_mpirun(stream, pipe)
+        self.process = Child(
+            self.command_line(), self.environ, self.loop, self.pipes.read_mpirun,
+            death_signal=on_death,
+        )  # fmt: skip
 
     # -- while it runs
 
     def running(self) -> bool:
         assert self.process is not None
-        return bool(self.pipes.mpirun_streams) and self.process.poll() is None
+        return self.process.prints and self.process.code is None
 
     def look(self, now: float) -> None:
         heard = self.first_failure
@@ -228,28 +219,21 @@ class MpirunJob(FixedJob):
                 _signal_group(heard.started[rank], number)
 
     def _signal_mpirun(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
+        if self.process is not None:
+            self.process.signal(number)
 
     def finish(self) -> None:
-        process = self.process
-        assert process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=LAST_SECONDS)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        assert self.process is not None
+        self.process.wait(LAST_SECONDS)
+        self.process.kill()
         while self.loop.run_once(0.0):
             pass
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
         if self.options.verbose or diagnose(self._said_early()) is None:
             with contextlib.suppress(BrokenPipeError):
                 self.pipes.print_early()
 
     def failure(self) -> JobOutcome | None:
-        code = self.process.poll() if self.process is not None else None
+        code = self.process.code if self.process is not None else None
         if not code:
             return None
         code = code if code > 0 else 128 - code
@@ -265,9 +249,8 @@ class MpirunJob(FixedJob):
     def close(self) -> None:
         if self.failed:
             self._signal_ranks(signal.SIGKILL)  # child processes that outlived their rank
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        if self.process is not None:
+            self.process.close()
         if self.process is not None and self._ended:
             kill_session(self.process.pid)  # such as an ssh that found no host
         remove_segments(self._segments)

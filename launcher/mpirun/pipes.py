@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-from typing import IO
 
 from hvdlite.launcher.hosts.hosts import host_of_rank
 from hvdlite.launcher.hosts.ssh import has_not_answered, silent_host
@@ -41,11 +40,10 @@ class Pipes:
         self.first_failure = job.first_failure
         self.output = job.output
         self.hush = False  # mpirun's own complaints are not worth reading while we end the job
-        self.mpirun_streams = 0  # that are still open
         # What mpirun says before all ranks have started is kept, for where they never do: whoever
         # reads it there finds the cause.
         self.said_early: list[bytes] | None = []
-        self._unended: dict[int, bytes] = {}  # file descriptor -> the start of a line
+        self._unended: dict[str, bytes] = {}  # the start of a line, of events and by stream
         self._parts: dict[tuple[int, str], bytes] = {}  # the same, of what a rank says by mpirun
         self._own: list[int] = []  # file descriptors to close
 
@@ -57,11 +55,6 @@ class Pipes:
         os.mkfifo(self._path("events"), 0o600)
         # Open for writing, too: then it does not end when a writer leaves.
         self._open("events", os.O_RDWR, self._read_events)
-
-    def listen_to_mpirun(self, stream: str, pipe: IO[bytes]) -> None:
-        os.set_blocking(pipe.fileno(), False)
-        self.mpirun_streams += 1
-        self.job.loop.listen(pipe.fileno(), lambda fd: self._read_mpirun(fd, stream))
 
     def print_early(self) -> None:
         """Print what mpirun has said so far, and from now on whatever it says at once."""
@@ -93,18 +86,18 @@ class Pipes:
             self.job.loop.forget(fd)
         return data
 
-    def _lines(self, fd: int, data: bytes) -> list[bytes]:
+    def _lines(self, source: str, data: bytes) -> list[bytes]:
         """Return the lines that `data` completes; at the end, also the one without a newline."""
-        *lines, rest = (self._unended.pop(fd, b"") + data).split(b"\n")
+        *lines, rest = (self._unended.pop(source, b"") + data).split(b"\n")
         if data:
-            self._unended[fd] = rest
+            self._unended[source] = rest
         elif rest:
             lines.append(rest)
         return lines
 
     def _read_events(self, fd: int) -> None:
         if data := self._take(fd):
-            for line in self._lines(fd, data):
+            for line in self._lines("events", data):
                 self._event(line)
 
     def _event(self, line: bytes) -> None:
@@ -157,15 +150,13 @@ class Pipes:
 
         return reader
 
-    def _read_mpirun(self, fd: int, stream: str) -> None:
-        data = self._take(fd)
-        if data is not None:
-            for line in self._lines(fd, data):
-                self._mpirun_line(line, stream)
-            if not data:
-                self.mpirun_streams -= 1
-                for rank in [rank for rank, name in self._parts if name == stream]:
-                    self._end_line(rank, stream)
+    def read_mpirun(self, stream: str, data: bytes) -> None:
+        """Take what an mpirun has printed; no data at the end."""
+        for line in self._lines(stream, data):
+            self._mpirun_line(line, stream)
+        if not data:
+            for rank in [rank for rank, name in self._parts if name == stream]:
+                self._end_line(rank, stream)
 
     def _mpirun_line(self, line: bytes, stream: str) -> None:
         """Handle a line of mpirun's own, or of ranks on other hosts: all but the last go on."""
