@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from hvdlite.common.meeting.placement import place_variables, places
@@ -69,23 +70,24 @@ class JobDescription:
         if options.debug_rank is not None and not debugged:
             # A debugger in this rank would find the end of its input, and end it.
             variables["PYTHONBREAKPOINT"] = "0"
-        return {
-            "rank": rank,
-            "local_rank": host.ranks.index(rank),
-            "command": list(options.command),
-            "variables": variables,
-            "terminals": terminals() if debugged else {},
-        }
+        local_rank = host.ranks.index(rank)
+        return self.start(rank, local_rank, variables, terminals() if debugged else {})
 
     def for_server(self, key: int, number: int) -> dict[str, Any]:
         """Return what the agent must know to start a server; `key` takes the place of a rank."""
-        variables = {
+        return self.start(key, 0, {
             "HVDLITE_ROLE": "server", "HVDLITE_NODE_ID": f"server{number}",
             "HVDLITE_NODE_NUMBER": str(number),
-        }  # fmt: skip
+        })  # fmt: skip
+
+    def start(
+        self, rank: int, local_rank: int, variables: Mapping[str, str],
+        terminals: Mapping[int, str] = MappingProxyType({}),
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return what an agent must know to start a process."""
         return {
-            "rank": key, "local_rank": 0, "command": list(self._options.command),
-            "variables": variables, "terminals": {},
+            "rank": rank, "local_rank": local_rank, "command": list(self._options.command),
+            "variables": dict(variables), "terminals": dict(terminals),
         }  # fmt: skip
 
     def _place(self, host: AgentHost, rank: int) -> dict[str, str]:

@@ -40,6 +40,7 @@ class WorkerProcesses:
 
     def __init__(self, job: Job, description: JobDescription, driver: Driver) -> None:
         self._options, self._output, self._driver = job.options, job.output, driver
+        self._description = description
         self._live = job.live
         self._workers: dict[int, _Worker] = {}
         # By the kind of a message. Whatever is said of others than these is too late.
@@ -62,13 +63,10 @@ class WorkerProcesses:
     def start(self, worker: StartWorker, agent: AgentConnection) -> None:
         self._workers[worker.number] = _Worker(agent)
         self._output.begin(worker.number, worker.start_rank)
-        agent.send("start", worker.number, {
-            "rank": worker.number,  # The start rank may be that of another one on this host, too.
-            "local_rank": worker.slot,
-            "command": list(self._options.command),
-            "variables": worker_variables(worker, self._options.as_horovod),
-            "terminals": {},
-        })  # fmt: skip
+        variables = worker_variables(worker, self._options.as_horovod)
+        # By its number, as the start rank may be that of another one on this host, too.
+        start = self._description.start(worker.number, worker.slot, variables)
+        agent.send("start", worker.number, start)
 
     def signal(self, number: int, signal_number: int) -> None:
         if number in self._workers:

@@ -22,8 +22,7 @@ from typing import Any
 import hvdlite
 from hvdlite.common.connections.loop import Timer
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.hosts.host_facts import PACKAGES, Attempt, Facts
-from hvdlite.launcher.hosts.host_report import HostReport
+from hvdlite.launcher.hosts.host_report import PACKAGES, Attempt, Facts, HostReport
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.probe import MARK
 from hvdlite.launcher.hosts.resources import print_cores_script

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdlite.launcher.hosts.host_facts import Address, Attempt, Facts
-from hvdlite.launcher.hosts.host_report import HostReport
+from hvdlite.launcher.hosts.host_report import Address, Attempt, Facts, HostReport
 from hvdlite.launcher.hosts.probe import OTHER_HOST, try_all
 from hvdlite.launcher.hosts.ssh import explain_agent, explain_silence
 

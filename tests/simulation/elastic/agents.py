@@ -257,6 +257,9 @@ class _Description:
     def for_host(self, _host: AgentHost) -> dict[str, Any]:
         return {}
 
+    def start(self, rank: int, slot: int, _variables: dict[str, str]) -> dict[str, Any]:
+        return {"rank": rank, "local_rank": slot}
+
     def silence_of(self, host: AgentHost) -> float:
         return SILENCE_SECONDS if host.remote else 0.0
 

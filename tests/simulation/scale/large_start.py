@@ -252,6 +252,10 @@ class Nothing:
         """Nothing is asked of it."""
 
 
+def _start(rank: int, slot: int, variables: dict[str, str]) -> dict[str, Any]:
+    return {"rank": rank, "local_rank": slot, "command": ["train"], "variables": variables}
+
+
 class Launcher(Driving):
     """The process of the launcher: the driver, with the messages that it reads and packs."""
 
@@ -280,7 +284,7 @@ class Launcher(Driving):
         output = SimpleNamespace(feed=nothing, begin=nothing, end=lambda number: None)
         live = SimpleNamespace(note=nothing, orders=SimpleNamespace(receive=nothing))
         job: Any = SimpleNamespace(options=options, output=output, live=live)
-        description: Any = SimpleNamespace(keep_answer=nothing)
+        description: Any = SimpleNamespace(keep_answer=nothing, start=_start)
         self.workers = workers.WorkerProcesses(job, description, self.driver)
 
     # -- messages
