@@ -116,7 +116,8 @@ class Agent:
                 self._pace()
                 now = time.monotonic()
                 self._look(now)
-                if not self._launcher_lives(now):
+                limit = self._silence_seconds
+                if limit and self.channel.open and not self.channel.beat(now, limit):
                     self._lose_launcher()
                 if self._kill_at is not None and now >= self._kill_at:
                     self._kill_at = None
@@ -140,10 +141,6 @@ class Agent:
             if self._told_to_leave:
                 self._told_to_leave = False
                 self.channel.send("leaving", "its host is shut down (the agent there got SIGTERM)")
-
-    def _launcher_lives(self, now: float) -> bool:
-        limit = self._silence_seconds
-        return not limit or not self.channel.open or self.channel.beat(now, limit)
 
     def _describe(self) -> dict[str, Any]:
         return {

@@ -27,6 +27,7 @@ from hvdlite.launcher.processes.child import LeadingProcess
 
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
+TIDY_SECONDS = 3.0  # How long the end of a job waits for what removes the folders of others.
 BEAT_SECONDS = 1.0  # The silence that an agent of this host allows, where it has a limit.
 
 
@@ -271,7 +272,7 @@ class HostAgents:
         self._waiting.clear()
         for agent in [*self._leaving]:
             self._finish(agent)
-        end = time.monotonic() + LEAVE_SECONDS
+        end = time.monotonic() + TIDY_SECONDS
         for process in self._tidying:
             process.wait(end - time.monotonic())
             process.close()
