@@ -105,17 +105,15 @@ class ClusterProcesses:
             self._exit(process, words[0])
 
     def _exit(self, process: _Process, code: int) -> None:
-        killed = code < 0 and not self._ending and self._workers_run(process)
-        if killed and process.restarts < self._cluster.restarts:
+        ended = self._job.first_failure.codes
+        needed = process.server is None or len(ended) < self._job.options.num_proc
+        killed = code < 0 and not self._ending
+        if killed and needed and process.restarts < self._cluster.restarts:
             self._restart(process, code)
         elif process.server is None:
             self._end_worker(process, code)
-        elif not self._ending:
-            self._end_server(process, code)
-
-    def _workers_run(self, process: _Process) -> bool:
-        ended = self._job.first_failure.codes
-        return process.server is None or len(ended) < self._job.options.num_proc
+        elif not self._ending and (code or not self._scheduler.formed):  # All members raise.
+            self._scheduler.fail(f"{process.name} {self._why_it_ended(process, code)}")
 
     def _restart(self, process: _Process, code: int) -> None:
         process.restarts += 1
@@ -144,11 +142,6 @@ class ClusterProcesses:
             failed, self._codes = self._codes, {}
             for rank, each in failed.items():
                 heard.end(rank, each)
-
-    def _end_server(self, process: _Process, code: int) -> None:
-        """Let all members raise where a server has ended too early."""
-        if code or not self._scheduler.formed:
-            self._scheduler.fail(f"{process.name} {self._why_it_ended(process, code)}")
 
     def _why_it_ended(self, process: _Process, code: int) -> str:
         if code == 0:

@@ -47,7 +47,7 @@ class WorkerProcesses:
         self._handlers: dict[str, Callable[..., None]] = {
             "started": self._started, "unable": self._unable, "output": self._output.feed,
             "raised": self._raised, "part": description.keep_answer, "exit": self._exit,
-            "stall": self._stall, "answer": job.live.orders.receive,
+            "stall": lambda _, text: job.live.note(STALL, text), "answer": job.live.orders.receive,
         }  # fmt: skip
         # What the driver is told as it is, with the time.
         self._events: dict[str, Callable[..., None]] = {
@@ -121,9 +121,6 @@ class WorkerProcesses:
         self._workers[number].cause = cause
         if kind == "own":  # A victim may say so before the end of the culprit is known.
             self._driver.worker_raised(number, cause, time.monotonic())
-
-    def _stall(self, _number: int, text: str) -> None:
-        self._live.note(STALL, text)
 
     def _exit(self, number: int, code: int) -> None:
         cause = self._forget(number)
