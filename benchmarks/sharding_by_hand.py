@@ -61,7 +61,8 @@ def _scattered(summands: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    found = tensor.clone(memory_format=torch.contiguous_format)
+    """Return the sum, which takes the memory of a product, or of the gradient of its input."""
+    found = tensor.contiguous()
     dist.all_reduce(found)
     return found
 
@@ -100,7 +101,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Any, there: Any, back: Any) -> Any:
         context.back = back
-        return there(tensor)
+        found = there(tensor)
+        if found is tensor:
+            context.mark_dirty(tensor)
+        return found
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:

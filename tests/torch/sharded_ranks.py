@@ -58,10 +58,13 @@ class ThreadCollectives:
     def join(self, members: tuple[int, ...]) -> None:
         assert self.rank in members
 
-    def allreduce(self, tensor: Any, members: tuple[int, ...], maximum: bool = False) -> Any:
+    def allreduce(
+        self, tensor: Any, members: tuple[int, ...], maximum: bool = False, owned: bool = False
+    ) -> Any:
         stacked = torch.stack(self.board.exchange(members, self.rank, tensor.detach().clone()))
         self._count(2 * tensor.nbytes * (len(members) - 1) // len(members))
-        return stacked.amax(0) if maximum else stacked.sum(0).to(tensor.dtype)
+        found = stacked.amax(0) if maximum else stacked.sum(0).to(tensor.dtype)
+        return tensor.copy_(found) if owned else found
 
     def allgather(self, flat: Any, members: tuple[int, ...]) -> Any:
         self._count(flat.nbytes * (len(members) - 1))

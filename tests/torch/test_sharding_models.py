@@ -370,6 +370,10 @@ def test_random_strategies(seed: int) -> None:
 def test_strategies_that_cannot_be_met() -> None:
     for strategies, words in (
         ({"up": columns(5)}, r"up: .*\(of Linear 'up'\); \(\(1, 1, 1\), \(1, 4\)\) would fit"),
+        (
+            {"down": ((1, 1, 4), (1, 1))},
+            r"together by 4 and 1 .* \(\(1, 1, 4\), \(4, 1\)\) would fit",
+        ),
         ({"up": ((1, 1), (1, 4))}, r"input 0 .* \(of Linear 'up'\); .* would fit"),
         ({"n1": ((1, 1, 4), (4,), (4,))}, r"n1 needs .* \(of LayerNorm 'n1'\); .* would fit"),
         ({"attention.view": ((1, 1, 16),)}, "would fit"),

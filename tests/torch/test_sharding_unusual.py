@@ -107,3 +107,22 @@ def test_groups_that_were_destroyed_are_not_kept() -> None:
             dist.destroy_process_group()
         gc.collect()
         assert [each() for each in known] == [None, None]
+
+
+class Shifted(nn.Module):
+    """A gradient that reaches a weight, of which it is summed, and an input, of which it is not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(1, width))
+
+    def forward(self, x: Any) -> Any:
+        return (x.tanh() + self.shift).sin()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_gradient_that_is_summed_for_one_of_its_receivers(ranks: int) -> None:
+    """Each rank has a row, so that the weight and the input get one and the same tensor."""
+    check_against_one_process(
+        Shifted(4), [torch.randn(ranks, 4)], {"add": ((ranks, 1), (1, 1))}, ranks
+    )

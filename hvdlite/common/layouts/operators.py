@@ -236,9 +236,13 @@ def _cut_axes(
 
 
 def nearest_strategy(operator: Operator, strategy: Any, ranks: int) -> Strategy:
-    """Return the strategy that fits an operator and is most like one that does not."""
+    """Return the strategy that fits an operator and is most like one that does not.
 
-    def distance(cuts: tuple[int, ...]) -> tuple[float, Strategy]:
+    Of equally near ones, the one by which more ranks compute: cuts are rather missing than meant
+    to be fewer.
+    """
+
+    def distance(cuts: tuple[int, ...]) -> tuple[float, int, Strategy]:
         fitting = operator.strategy(cuts)
         try:
             pairs = [
@@ -249,9 +253,9 @@ def nearest_strategy(operator: Operator, strategy: Any, ranks: int) -> Strategy:
             far = sum(abs(math.log(a / b)) for a, b in pairs)
         except (TypeError, ValueError):
             far = 0.0
-        return far, fitting
+        return round(far, 9), -math.prod(cuts), fitting
 
-    return min(map(distance, candidates(operator, ranks, False)))[1]
+    return min(map(distance, candidates(operator, ranks, False)))[2]
 
 
 def check_strategy(strategy: object, name: str) -> None:

@@ -24,9 +24,16 @@ class Collectives(Protocol):
         """Make ready what exchanges among these ranks need; all of them call it."""
 
     def allreduce(
-        self, tensor: torch.Tensor, members: tuple[int, ...], maximum: bool = False
+        self,
+        tensor: torch.Tensor,
+        members: tuple[int, ...],
+        maximum: bool = False,
+        owned: bool = False,
     ) -> torch.Tensor:
-        """Return the sum, or the maximum, of the members' tensors."""
+        """Return the sum, or the maximum, of the members' tensors.
+
+        `owned`: nobody else has this tensor, which may become the sum.
+        """
 
     def allgather(self, flat: torch.Tensor, members: tuple[int, ...]) -> torch.Tensor:
         """Return the members' tensors in a row."""
@@ -63,9 +70,15 @@ class MeshCollectives:
         self._group(members)
 
     def allreduce(
-        self, tensor: torch.Tensor, members: tuple[int, ...], maximum: bool = False
+        self,
+        tensor: torch.Tensor,
+        members: tuple[int, ...],
+        maximum: bool = False,
+        owned: bool = False,
     ) -> torch.Tensor:
-        found = tensor.clone(memory_format=torch.contiguous_format)
+        found = tensor
+        if not owned or not tensor.is_contiguous():
+            found = tensor.clone(memory_format=torch.contiguous_format)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         dist.all_reduce(found, op, self._group(members))
         return found

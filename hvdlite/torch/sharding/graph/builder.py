@@ -24,6 +24,9 @@ _IN_PYTHON: dict[Any, Callable[..., Any]] = {
     aten.reshape.default: torch.reshape, aten.transpose.int: torch.transpose,
     aten.scaled_dot_product_attention.default: functional.scaled_dot_product_attention,
 }  # fmt: skip
+# What they return, and the gradients of what they take, are tensors that nobody else has.
+_OWN_RESULTS = {functional.linear, torch.mm, torch.bmm, torch.matmul}
+_OWN_GRADIENTS = _OWN_RESULTS | {torch.layer_norm}
 
 
 class _Step(torch.nn.Module):
@@ -85,7 +88,19 @@ class Builder:
         self._graph.output(list(outputs))
         self._graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         self._graph.lint()
+        self._let_moves_own()
         return GraphModule(self._root, self._graph, "ShardedPart")
+
+    def _let_moves_own(self) -> None:
+        """Let sums take the memory of products, and of gradients that products compute."""
+        for node in self._graph.nodes:
+            move = node.op == "call_module" and self._root.get_submodule(node.target)
+            if isinstance(move, Move):
+                (source,) = node.args
+                move.own(
+                    source.target in _OWN_RESULTS and len(source.users) == 1,
+                    all(user.target in _OWN_GRADIENTS for user in node.users),
+                )
 
     def join_sums(self, small: Mapping[Any, torch.dtype]) -> None:
         """Take the sums of gradients of such inputs by one exchange, when all are there.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from hvdlite.common.layouts.exchange import along, exchange, part_of, same_parts, scattered
 from hvdlite.common.layouts.layout import Box, Layout
@@ -43,6 +44,8 @@ class Transfer:
         self._came_along = _even_along(self._exchange.receives, self._exchange.shape)
         self.stays = same_parts(held, wanted, shape)
         self.is_nothing = self.stays and len(self.group) == 1
+        # Whether nobody else has what this is run with, so that sums may take its memory.
+        self.owns = False
         if len(self.group) > 1:
             collectives.join(self.group)
         if not self._parts and not self._exchange.is_local:
@@ -53,7 +56,7 @@ class Transfer:
         if self._parts:
             return self._reduce_and_scatter(tensor)
         if len(self.group) > 1:
-            tensor = self._collectives.allreduce(tensor, self.group)
+            tensor = self._collectives.allreduce(tensor, self.group, owned=self.owns)
         return tensor if self.stays else self._cut_anew(tensor)
 
     def _reduce_and_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -143,9 +146,13 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, there: Transfer, back: Transfer) -> torch.Tensor:
         ctx.back = back
-        return tensor.view_as(tensor) if there.is_nothing else there.run(tensor)
+        found = tensor.view_as(tensor) if there.is_nothing else there.run(tensor)
+        if there.owns and found is tensor:
+            ctx.mark_dirty(tensor)
+        return found
 
     @staticmethod
+    @once_differentiable  # Exchanges of gradients have none themselves.
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
         (gradient,) = gradients
         return gradient if ctx.back.is_nothing else ctx.back.run(gradient), None, None
@@ -178,6 +185,10 @@ class Move(torch.nn.Module):
         """Return this rank's part of the tensor under the other layout."""
         return _moved(tensor, self._there, self._back)
 
+    def own(self, tensor: bool, gradient: bool) -> None:
+        """Tell whether nobody else has the tensor, and its gradient, that come in."""
+        self._there.owns, self._back.owns = tensor, gradient
+
     @property
     def sums_gradient_among(self) -> tuple[int, ...]:
         """The ranks among which the gradient is summed, where nothing else is done; or none."""
@@ -199,13 +210,14 @@ class _JoinedSums(torch.autograd.Function):
         return found
 
     @staticmethod
+    @once_differentiable  # Exchanges of gradients have none themselves.
     def backward(ctx: Any, *gradients: Any) -> Any:
         allreduce, members = ctx.sum
         known = [each for each in gradients if each is not None]
         if not known:
             return None, None, *gradients
         flat = torch.cat([each.reshape(-1) for each in known])
-        sums = allreduce(flat, members).split([each.numel() for each in known])
+        sums = allreduce(flat, members, owned=True).split([each.numel() for each in known])
         left = iter(sums)
         return (
             None,
