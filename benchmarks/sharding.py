@@ -3,6 +3,7 @@
     hvdlite-run -np 2 python benchmarks/sharding.py            # hvdlite.torch.sharding, and by hand
     hvdlite-run -np 2 python benchmarks/sharding.py --gloo     # parallelize_module over gloo
     hvdlite-run -np 2 python benchmarks/sharding.py --optimizer AdamW
+    python benchmarks/sharding.py --plan 48                    # so many layers are planned only
 
 Needs the extra torch. All cut the same 6 layers alike, with heads among the ranks, and compute the
 same batch; every rank has one computing thread. By hand are Megatron's collectives on local
@@ -30,6 +31,8 @@ from sharding_by_hand import (
     COLUMNS,
     LAYERS,
     ROWS,
+    WIDTH,
+    WORDS,
     Block,
     BlockByHand,
     BlockOfWords,
@@ -64,13 +67,48 @@ def cut_by_torch(model: nn.Sequential) -> tuple[nn.Module, torch.Tensor]:
     return model, whole_batch()
 
 
+def columns_and_rows(layers: int, n: int) -> dict[str, Any]:
+    strategies: dict[str, Any] = {}
+    for index in range(layers):
+        strategies |= {f"{index}.{name}": ((1, 1, 1), (1, n)) for name in COLUMNS}
+        strategies |= {f"{index}.{name}": ((1, 1, n), (n, 1)) for name in ROWS}
+    return strategies
+
+
+class Ranks:
+    """As much of a mesh as a plan looks at."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return self._ranks
+
+
+def time_plans(layers: int) -> None:
+    """Print the seconds of a core that plans of so many layers take, and the printing of them."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[Block() for _ in range(layers)])
+        batch = torch.empty(16, WORDS, WIDTH)
+    for search in ("propagation", "dynamic_programming", "recursive_programming"):
+        for n in (4, 8, 16):
+            given = columns_and_rows(layers, n) if search == "propagation" else {}
+            start = time.process_time()
+            plan = sharding.plan(model, batch, given, Ranks(n), search=search)
+            planned = time.process_time()
+            lines = str(plan).count("\n")
+            printed = time.process_time()
+            sys.stdout.write(
+                f"{layers} layers, {n} ranks, {search}: planned in {planned - start:.2f} s, "
+                f"printed in {printed - planned:.2f} s ({lines} lines)\n"
+            )
+
+
 def cut_by_strategies(whole_norms: bool) -> Any:
     def cut(model: nn.Sequential) -> tuple[nn.Module, torch.Tensor]:
         n = hvd.size()
-        strategies: dict[str, Any] = {}
+        strategies = columns_and_rows(LAYERS, n)
         for index in range(LAYERS):
-            strategies |= {f"{index}.{name}": ((1, 1, 1), (1, n)) for name in COLUMNS}
-            strategies |= {f"{index}.{name}": ((1, 1, n), (n, 1)) for name in ROWS}
             if whole_norms:
                 strategies |= {f"{index}.{name}": ((1, 1, 1), (1,), (1,)) for name in ("n1", "n2")}
                 strategies |= {f"{index}.{name}.add": ((1, 1, 1), (1,)) for name in ROWS}
@@ -130,8 +168,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--optimizer", choices=("SGD", "AdamW"), default="SGD")
     parser.add_argument("--dtensors", action="store_true", help="sharding without local_step")
+    parser.add_argument("--plan", type=int, metavar="LAYERS", help="plan only, without a job")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.plan:
+        time_plans(options.plan)
+        return
     torch.manual_seed(0)
     hvd.init()
     model = nn.Sequential(*[Block() for _ in range(LAYERS)])

@@ -42,7 +42,7 @@ class Leaves:
         """
         tensors = self._tensors()
         held = list(map(_local, tensors))
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             self._check_shapes(held)
             return held
         trained = [each.requires_grad for each in tensors]
