@@ -160,10 +160,10 @@ def test_what_two_blocks_exchange(ranks: int, monkeypatch: pytest.MonkeyPatch) -
     def counted(name: str) -> Any:
         exchange = getattr(ThreadCollectives, name)
 
-        def run(self: Any, *args: Any) -> Any:
+        def run(self: Any, *args: Any, **options: Any) -> Any:
             if self.rank == 0:
                 calls.append(name)
-            return exchange(self, *args)
+            return exchange(self, *args, **options)
 
         return run
 
