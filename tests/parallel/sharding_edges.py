@@ -338,6 +338,20 @@ def check_parameters_that_change_between_calls() -> None:
     assert holder.grad_after(holder.local()).dtype == torch.float64
 
 
+def check_second_derivatives_are_refused() -> None:
+    """Exchanges of gradients have no gradients of their own, which would be left out in silence."""
+    layer, share = torch.nn.Linear(WIDTH, WIDTH), own(whole_batch()).requires_grad_()
+    cuts = {"": ((1, 1), (1, hvd.size()))}
+    output = sharding.shard(layer, example=share, strategies=cuts)(share)
+    (gradient,) = torch.autograd.grad(output.square().sum(), share, create_graph=True)
+    try:
+        gradient.sum().backward()
+    except RuntimeError as error:
+        assert "once_differentiable" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
 CHECKS = [
     check_tied,
     check_modules_without_parameters,
@@ -353,6 +367,7 @@ CHECKS = [
     check_a_second_try,
     check_gradients_of_parameters,
     check_parameters_that_change_between_calls,
+    check_second_derivatives_are_refused,
 ]
 
 if __name__ == "__main__":
