@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -18,51 +17,43 @@ Place = tuple[dict[str, Any], str]
 
 
 class Leaves:
-    """The leaves of a part, under the shapes that it was planned with on this rank.
-
-    In most calls they are the tensors of the call before. Then only this is found out, and autograd
-    goes on with the functions that it has: they save nothing, so that any number of graphs, one
-    after the other or at once, may end in them.
-    """
+    """The leaves of a part, under the shapes that it was planned with on this rank."""
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
         self._names = names
         self._places = [place_of(module, name) for name in names]
-        self._held: list[torch.Tensor] = []
-        self._known: list[Any] = []
-        self._trained: list[bool] = []
-        self._addresses: list[int] = []
-        self._in_graph: list[torch.Tensor] = []
         self._shapes = [each.shape for each in map(_local, self._tensors())]
+        self._trained: list[bool] = []
+        self._together: list[list[int]] = []
 
     def local_tensors(self) -> list[torch.Tensor]:
         """Return what this rank holds of the leaves, which shares their memory.
 
+        `DTensor.to_local` takes a function of autograd for each of them, and another one for its
+        gradient; a model has hundreds of parameters. Here small ones have a function together. It
+        is a new one in each call: autograd runs first what was made last, and who waits for the
+        gradient of an input, as FSDP2 does, finds those of parameters there.
+
         Raises `ValueError` for a leaf that is cut otherwise than when the part was planned.
         """
         tensors = self._tensors()
-        held = list(map(_local, tensors))
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            self._check_shapes(held)
-            return held
-        trained = [each.requires_grad for each in tensors]
-        addresses = [each.data_ptr() for each in held]
-        if (
-            trained != self._trained
-            or addresses != self._addresses
-            or not all(map(is_, tensors, self._known))
-            or not all(map(is_, held, self._held))
-        ):
-            self._check_shapes(held)
-            self._in_graph = _joined_to_graph(tensors, held)
-            self._known, self._held = tensors, held
-            self._trained, self._addresses = trained, addresses
-        return self._in_graph
+        found = list(map(_local, tensors))
+        if [each.shape for each in found] != self._shapes:
+            self._refuse(found)
+        if torch.is_grad_enabled():
+            trained = [isinstance(each, DTensor) and each.requires_grad for each in tensors]
+            if trained != self._trained:
+                self._trained, self._together = trained, list(_together(found, trained))
+            for places in self._together:
+                locals_: Any = _Locals.apply(*[tensors[place] for place in places])  # type: ignore[no-untyped-call]
+                for place, local in zip(places, locals_, strict=True):
+                    found[place] = local
+        return found
 
     def _tensors(self) -> list[Any]:
         return [table[name] for table, name in self._places]
 
-    def _check_shapes(self, held: Sequence[torch.Tensor]) -> None:
+    def _refuse(self, held: Sequence[torch.Tensor]) -> None:
         for name, tensor, shape in zip(self._names, held, self._shapes, strict=True):
             if tensor.shape != shape:
                 raise ValueError(
@@ -70,11 +61,6 @@ class Leaves:
                     f"where it was planned as {tuple(shape)}: give a DTensor that is cut as it, or "
                     "load values by hvd.checkpoint.load"
                 )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of a module has: no graph, which would end in this one's tensors."""
-        own = {**self.__dict__, "_held": [], "_known": [], "_trained": [], "_addresses": []}
-        return {**own, "_in_graph": []}
 
 
 def place_of(module: torch.nn.Module, name: str) -> Place:
@@ -89,31 +75,17 @@ def _local(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _joined_to_graph(tensors: Sequence[Any], held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return local tensors whose gradients go to their DTensors.
-
-    `DTensor.to_local` takes a function of autograd for each of them, and another one for its
-    gradient; a model has hundreds of parameters. Here small ones have a function together.
-    """
-    found = list(held)
-    for places in _together(tensors, held):
-        locals_: Any = _Locals.apply(*(tensors[place] for place in places))  # type: ignore[no-untyped-call]
-        for place, local in zip(places, locals_, strict=True):
-            found[place] = local
-    return found
-
-
-def _together(tensors: Sequence[Any], held: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+def _together(held: Sequence[torch.Tensor], trained: Sequence[bool]) -> Iterator[list[int]]:
     """Yield the places of neighbours that need gradients, few enough bytes at a time."""
     places: list[int] = []
     held_back = 0
-    for place, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor) and tensor.requires_grad:
-            if places and held_back + held[place].nbytes > _TOGETHER_BYTES:
+    for place, (tensor, is_trained) in enumerate(zip(held, trained, strict=True)):
+        if is_trained:
+            if places and held_back + tensor.nbytes > _TOGETHER_BYTES:
                 yield places
                 places, held_back = [], 0
             places.append(place)
-            held_back += held[place].nbytes
+            held_back += tensor.nbytes
     if places:
         yield places
 
