@@ -256,7 +256,7 @@ def test_state_of_blocks_goes_to_other_servers() -> None:
         for about, updater in zip(described, (first, second), strict=False)
     ]
     sent = [SavedTable.unpack(*each.pack()) for each in saved]
-    values, state = join(described[2], [sent[0], sent[1].cut_for([(0, 0, 9), (1, 0, 9)], 0, 1)])
+    values, state = join(described[2], [sent[0], sent[1].cut_for(described[2])])
     assert state["0.velocity"].shape == (9,) and state["0.iteration"] == 3
     first.begin(values)  # Of a server that has stepped with other blocks before.
     first.load(state)

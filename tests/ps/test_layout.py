@@ -10,7 +10,7 @@ import pytest
 
 from hvdlite.ps.layouts import blocks as blocks_module
 from hvdlite.ps.layouts.blocks import TensorSpec, blocks_of
-from hvdlite.ps.layouts.layout import Layout, Part, cut, moves, place, rebalance
+from hvdlite.ps.layouts.layout import Layout, Part, cut, place, rebalance
 
 
 def rows(layout: Layout) -> list[tuple[int, int, int, int]]:
@@ -94,7 +94,6 @@ def test_every_element_has_one_server(seed: int) -> None:
         sizes += more
         layout = rebalance(added, choose.randrange(1, 7))
         assert_balanced(layout)
-        assert_moves_lead_there(added, layout, sizes)
 
 
 def assert_covers(layout: Layout, sizes: list[int]) -> None:
@@ -114,26 +113,18 @@ def assert_balanced(layout: Layout) -> None:
         assert not 0 < layout.bytes_of(part) < max(loads) - min(loads)
 
 
-def assert_moves_lead_there(old: Layout, new: Layout, sizes: list[int]) -> None:
-    def owners(layout: Layout) -> list[np.ndarray]:
-        found = [np.full(size, -1) for size in sizes]
-        for part in layout.parts:
-            found[part.key][part.start : part.stop] = part.server
-        return found
-
-    now, wanted = owners(old), owners(new)
-    for move in moves(old, new):
-        assert (now[move.key][move.start : move.stop] == move.source).all()
-        now[move.key][move.start : move.stop] = move.target
-    assert all((a == b).all() for a, b in zip(now, wanted, strict=True))
+def owners(layout: Layout) -> np.ndarray:
+    found = [np.full(size, -1) for size in [1000] * 40]
+    for part in layout.parts:
+        found[part.key][part.start : part.stop] = part.server
+    return np.concatenate(found)
 
 
 def test_a_new_server_gets_its_share_and_nothing_else_moves() -> None:
     old = place([1000] * 40, [4] * 40, 3, 4000)
     new = rebalance(old, 4)
-    moved = moves(old, new)
-    assert {move.target for move in moved} == {3}
-    assert sum(move.stop - move.start for move in moved) == 10_000
+    moved = owners(new)[owners(old) != owners(new)]
+    assert moved.tolist() == [3] * 10_000
     assert max(new.loads()) - min(new.loads()) < 4000
 
 

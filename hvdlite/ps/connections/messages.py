@@ -7,7 +7,7 @@
 | beat | any -> scheduler | beat: who is alive, and the version of the layout |
 | leave, barrier | worker -> scheduler | done |
 | clocks | worker -> scheduler | done: it holds its pushes back, and says the step of each table |
-| plan, ready, scale | server, server, worker -> scheduler | plan: what to send and take; done |
+| plan, ready, scale | server, server, worker -> scheduler | plan: the next layout; done |
 | turn, over | worker -> scheduler | turn: it may save or load now, or need not; done |
 | save, load | worker -> server | saved, loaded: a phase of `ps.save` or `ps.load` is done |
 | take | server -> server | taken: parts of a table that the other one keeps in the next layout |

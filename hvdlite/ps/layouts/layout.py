@@ -28,17 +28,6 @@ class Part:
     server: int
 
 
-@dataclass(frozen=True, order=True)
-class Move:
-    """Elements that another server keeps in the next layout."""
-
-    key: int
-    start: int
-    stop: int
-    source: int
-    target: int
-
-
 @dataclass(frozen=True)
 class Layout:
     """The parts of all tensors, sorted; `itemsizes` has the bytes of an element of each tensor."""
@@ -156,19 +145,3 @@ def rebalance(layout: Layout, num_servers: int) -> Layout:
         loads[emptiest] += size
     every = sorted(part for parts in kept for _, part in parts)
     return Layout(tuple(every), layout.itemsizes, num_servers)
-
-
-def moves(old: Layout, new: Layout) -> list[Move]:
-    """Return what servers must send each other to get from one layout to the other, sorted."""
-    found = []
-    befores = iter(old.parts)
-    before = next(befores, None)
-    for after in new.parts:
-        while before is not None and (before.key, before.start) < (after.key, after.stop):
-            start, stop = max(before.start, after.start), min(before.stop, after.stop)
-            if before.key == after.key and start < stop and before.server != after.server:
-                found.append(Move(after.key, start, stop, before.server, after.server))
-            if (before.key, before.stop) > (after.key, after.stop):
-                break  # The next part has the rest of it.
-            before = next(befores, None)
-    return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hvdlite.ps.layouts.blocks import TensorSpec
-from hvdlite.ps.layouts.layout import PART_BYTES, Layout, Move, Part, moves, place
+from hvdlite.ps.layouts.layout import PART_BYTES, Layout, Part, place
 from hvdlite.ps.tables.clocks import SYNC, Mode
 
 
@@ -106,16 +106,8 @@ class Registry:
         self.layout = layout
         self.version += 1
 
-    def parts_of(self, server: int, layout: Layout) -> list[list[Any]]:
-        """Return the parts of each table that a server keeps in a layout: [name, parts]."""
-        parts = layout.parts_of(server)
-        found: list[list[Any]] = []
-        for name, table in self._tables.items():
-            count = len(table.specs) if table.options.rows is None else 0
-            keys = range(table.first_key, table.first_key + count)
-            own = [[p.key, p.start, p.stop, p.server] for p in parts if p.key in keys]
-            found.append([name, table.first_key, count, own])
-        return found
+    def names(self) -> list[str]:
+        return [*self._tables]
 
     def _compare(
         self, worker: int, name: str, known: _Table, specs: Sequence[TensorSpec],
@@ -252,11 +244,6 @@ class Change:
             own = {worker: max(step, finished.get(worker, 0)) for worker, step in own.items()}
         # Elsewhere a worker may have made all its steps: none is asked for without need.
         return dict.fromkeys(own, max([*own.values(), version])) if mode == SYNC else own
-
-    def moves_of(self, server: int) -> list[Move]:
-        """Return what a server has to send and to take."""
-        every = moves(self.old_layout, self.layout)
-        return [move for move in every if server in (move.source, move.target)]
 
     def describe(self) -> dict[str, Any]:
         """Return what all members hear of it."""

@@ -222,15 +222,13 @@ class Scheduler:
         return [_answer(peer, message, "done")]
 
     def _plan(self, peer: bytes, message: Message) -> list[Answer]:
-        member, change = self._member(peer), self._changing(message)
+        change = self._changing(message)
         if change is None:
             return [_answer(peer, message, "failed", why="the change was given up")]
-        moves = [
-            [move.key, move.start, move.stop, move.source, move.target]
-            for move in change.moves_of(member.number)
-        ]
-        tables = self.registry.parts_of(member.number, change.layout)
-        return [_answer(peer, message, "plan", moves=moves, tables=tables)]
+        layout = change.layout
+        parts = [[each.key, each.start, each.stop, each.server] for each in layout.parts]
+        about = {"servers": layout.num_servers, "tables": self.registry.names()}
+        return [_answer(peer, message, "plan", parts=parts, **about)]
 
     def _ready(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self._member(peer), self._changing(message)

@@ -8,8 +8,7 @@ layout when the scheduler says that it counts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.enrolment import Enrolment
@@ -17,20 +16,11 @@ from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Answer, Message
-from hvdlite.ps.layouts.blocks import blocks_of
 from hvdlite.ps.layouts.layout import Layout, Part
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import SYNC
-from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.saved import SavedTable, join
 from hvdlite.ps.tables.table import Saved
-
-
-class _Plan(NamedTuple):
-    """What this server does in a change, as the scheduler has planned it."""
-
-    moves: Sequence[Sequence[int]]
-    tables: Mapping[str, tuple[int, int, list[Part]]]  # First key, number of keys, own next parts.
 
 
 class Migration:
@@ -41,9 +31,10 @@ class Migration:
         self._client, self._request = client, enrolment.request
         self._tell, enrolment.standing = enrolment.tell, self.standing
         self._identity = 0
-        self._plan: _Plan | None = None
+        self._names: list[str] = []  # Of all tables.
+        self._plan: Layout | None = None  # The next one, which this server has heard of.
         self._takes: dict[int, dict[tuple[str, int], SavedTable]] = {}  # Of each change.
-        self._deliveries: dict[int, _Delivery] = {}
+        self._deliveries: dict[str, _Delivery] = {}  # By address.
         self._staged: list[SavedTable] | None = None
         self._has_told = False  # The scheduler what this server has, for the border.
         self._standing: object = None  # That the scheduler has been told last.
@@ -66,13 +57,13 @@ class Migration:
         if self._plan is None or change["borders"] is None or self._staged is not None:
             return
         if self._number < change["old_servers"]:
-            self._send_tables(self._plan, change, news["servers"])
+            self._send_tables(self._plan, change["borders"], news["servers"])
         coming = self._takes.setdefault(self._identity, {})
         # A server that goes takes nothing, and has only to send all.
         goes = self._number >= change["servers"]
         sources = [self._number] if goes else range(change["old_servers"])
-        if all((name, source) in coming for name in self._plan.tables for source in sources):
-            self._stage(self._plan, change)
+        if all((name, source) in coming for name in self._names for source in sources):
+            self._stage(self._plan, range(change["old_servers"]))
 
     def _tell_news(self) -> None:
         """Tell the scheduler of tables that have begun, of first updates, and of the layout."""
@@ -144,23 +135,21 @@ class Migration:
     def _hear_plan(self, message: Message) -> None:
         """Note what is to be done, in the client; the server's thread looks at it later."""
         if message.kind == "plan":
-            tables = {
-                name: (first, count, [Part(*part) for part in parts])
-                for name, first, count, parts in message.body["tables"]
-            }
-            self._plan = _Plan(message.body["moves"], tables)
+            self._names = message.body["tables"]
+            parts = tuple(Part(*part) for part in message.body["parts"])
+            self._plan = Layout(parts, (), message.body["servers"])
 
     def _send_tables(
-        self, plan: _Plan, change: Mapping[str, Any], servers: Sequence[Sequence[Any]]
+        self, layout: Layout, borders: Mapping[str, Any], servers: Sequence[Sequence[Any]]
     ) -> None:
         """Send all that others keep of tables whose border is reached."""
         coming = self._takes.setdefault(self._identity, {})
-        for name in plan.tables:
-            if (name, self._number) not in coming and self._at_border(name, change["borders"]):
+        for name in self._names:
+            if (name, self._number) not in coming and self._at_border(name, borders):
                 coming[name, self._number] = own = self._server.saved(name)
                 for number, address, _ in servers:
-                    if number != self._number and number < change["servers"]:
-                        self._send(plan, own, number, address, change["servers"])
+                    if number != self._number and number < layout.num_servers:
+                        self._send(own.cut_for(own.described.for_server(layout, number)), address)
 
     def _at_border(self, name: str, borders: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
         border = dict(borders.get(name, ()))
@@ -172,20 +161,14 @@ class Migration:
             return False
         return all(clocks.finished.get(worker) == step for worker, step in border.items())
 
-    def _send(self, plan: _Plan, own: SavedTable, target: int, address: str, servers: int) -> None:
-        first, count, _ = plan.tables[own.described.name]
-        ranges = [
-            (key, start, stop)
-            for key, start, stop, _, to in plan.moves
-            if to == target and first <= key < first + count
-        ]
-        about, arrays = own.cut_for(ranges, target, servers).pack()
+    def _send(self, share: SavedTable, address: str) -> None:
+        about, arrays = share.pack()
         body = {"change": self._identity, "source": self._number, "about": about}
         raw = [memoryview(array.reshape(-1).view("u1").data) for array in arrays]
-        message = Message("take", 0, own.described.name, body=body, payloads=raw)
-        if target not in self._deliveries:
-            self._deliveries[target] = _Delivery(self._client, address)
-        delivery = self._deliveries[target]
+        message = Message("take", 0, share.described.name, body=body, payloads=raw)
+        if address not in self._deliveries:
+            self._deliveries[address] = _Delivery(self._client, address)
+        delivery = self._deliveries[address]
         self._client.call(lambda: delivery.send(message))
 
     def _take(self, peer: bytes, message: Message) -> list[Answer]:
@@ -195,34 +178,24 @@ class Migration:
         self._takes.setdefault(int(body["change"]), {})[place] = saved
         return [Answer(peer, Message("taken", message.request, message.table))]
 
-    def _stage(self, plan: _Plan, change: Mapping[str, Any]) -> None:
+    def _stage(self, layout: Layout, sources: range) -> None:
         """Put the next tables together, save them, and tell the scheduler."""
         self._staged = []
         takes = self._takes[self._identity]
-        if self._number < change["servers"]:
-            for name in plan.tables:
-                sources = [takes[name, number] for number in range(change["old_servers"])]
-                self._staged.append(self._next_table(plan, change["servers"], name, sources))
+        if self._number < layout.num_servers:
+            for name in self._names:
+                shares = [takes[name, number] for number in sources]
+                self._staged.append(self._next_table(layout, shares))
         for saved in self._staged:
             self._server.save_next(saved)
         message = Message("ready", body={"change": self._identity})
         self._client.call(lambda: self._request(message, lambda _answer: None))
 
-    def _next_table(
-        self, plan: _Plan, servers: int, name: str, sources: Sequence[SavedTable]
-    ) -> SavedTable:
+    def _next_table(self, layout: Layout, sources: Sequence[SavedTable]) -> SavedTable:
         # What a server has itself counts before what others say.
         own = sources[self._number : self._number + 1]
         ordered = [*own, *sources[: self._number], *sources[self._number + 1 :]]
-        first, _, parts = plan.tables[name]
-        old = ordered[0].described
-        layout = Layout(tuple(parts), (), servers)
-        rows = old.rows and replace(old.rows, server=self._number, servers=servers)
-        blocks = [] if rows else blocks_of(old.specs, first, layout, self._number)
-        body = describe_table(
-            old.specs, blocks, old.mode, average=old.average, rows=rows, first_key=first
-        )
-        described = TableDescription(name, body)
+        described = ordered[0].described.for_server(layout, self._number)
         values, state = join(described, ordered)
         finished: dict[int, int] = {}
         for source in ordered:

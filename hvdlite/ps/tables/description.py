@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.ps.layouts.blocks import Block, TensorSpec
-from hvdlite.ps.layouts.layout import Part
+from hvdlite.ps.layouts.blocks import Block, TensorSpec, blocks_of
+from hvdlite.ps.layouts.layout import Layout, Part
 from hvdlite.ps.tables.clocks import Mode
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.tables.row_table import RowShare
@@ -39,6 +39,13 @@ class TableDescription:
     def with_blocks(self, blocks: Sequence[Block]) -> TableDescription:
         """Return the description of the same table with other blocks."""
         return TableDescription(self.name, {**self.body, "blocks": _words_of(blocks)})
+
+    def for_server(self, layout: Layout, server: int) -> TableDescription:
+        """Return the description of the share of a server in a layout."""
+        if self.rows is not None:
+            words = [self.rows.spec.fields, server, layout.num_servers]
+            return TableDescription(self.name, {**self.body, "rows": words})
+        return self.with_blocks(blocks_of(self.specs, self.first_key, layout, server))
 
 
 def describe_table(

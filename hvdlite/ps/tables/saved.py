@@ -13,9 +13,10 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from hvdlite.ps.layouts.blocks import Array, Block, dtype_of
 from hvdlite.ps.layouts.layout import Part
 from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.row_table import RowShare
 from hvdlite.ps.tables.table import Saved
 
 VALUES, SLOT, REST = "values", "slot", "rest"
@@ -94,37 +96,50 @@ class SavedTable:
         saved = Saved(values, state, about["version"], finished, about["numbers"])
         return cls(described, saved, about["layout"], kinds)
 
-    def cut_for(
-        self, ranges: Iterable[tuple[int, int, int]], server: int, servers: int
-    ) -> SavedTable:
-        """Return what is within ranges (key, start, stop); of rows, what `server` keeps."""
-        if self.described.rows is not None:
-            ids, rows, state = _rows_for(self, server, servers)
+    def cut_for(self, target: TableDescription) -> SavedTable:
+        """Return what the server of `target` is to have of this one."""
+        if target.rows is not None:
+            ids, rows, state = _rows_for(self, target.rows)
             return replace(
                 self, saved=self.saved._replace(values=[ids, rows], state=state), kinds=self.state
             )
-        by_key: dict[int, list[tuple[int, int]]] = {}
-        for key, start, stop in ranges:
-            by_key.setdefault(key, []).append((start, stop))
-        blocks: list[Block] = []
-        values: list[Array] = []
+        parts: list[list[Part]] = [[] for _ in self.blocks]
+        places: list[list[slice]] = [[] for _ in self.blocks]
+        for own, here, _, _, part in _overlaps(self.blocks, target.blocks):
+            parts[own].append(part)
+            places[own].append(here)
         state = dict(self.saved.state)
-        for number, block in enumerate(self.blocks):
-            parts, places = [], []
-            for key, start, stop, at, _ in block.places:
-                for low, high in by_key.get(key, ()):
-                    first, last = max(start, low), min(stop, high)
-                    if first < last:
-                        parts.append(Part(key, first, last, server))
-                        places.append(slice(at + first - start, at + last - start))
-            blocks.append(replace(block, parts=tuple(parts)))
-            values.append(_picked(self.saved.values[number], places))
+        for number in range(len(self.blocks)):
             for name in _names_of(self, number):
                 if self.state[name] == SLOT:
-                    state[name] = _picked(state[name], places)
+                    state[name] = _picked(state[name], places[number])
+        blocks = [
+            replace(block, parts=tuple(own)) for block, own in zip(self.blocks, parts, strict=True)
+        ]
+        saved = self.saved._replace(values=[*map(_picked, self.saved.values, places)], state=state)
         described = self.described.with_blocks(blocks)
-        saved = self.saved._replace(values=values, state=state)
         return replace(self, described=described, saved=saved, kinds=self.state)
+
+
+def _overlaps(
+    blocks: Sequence[Block], others: Sequence[Block], shift: int = 0
+) -> Iterator[tuple[int, slice, int, slice, Part]]:
+    """Yield what blocks have in common with others: which, where in both, and which elements.
+
+    The keys of the others are higher by `shift`.
+    """
+    wanted: dict[int, list[tuple[int, int, int, int]]] = {}
+    for number, block in enumerate(others):
+        for key, start, stop, at, _ in block.places:
+            wanted.setdefault(key - shift, []).append((start, stop, number, at))
+    for own, block in enumerate(blocks):
+        for key, start, stop, at, _ in block.places:
+            for low, high, number, to in wanted.get(key, ()):
+                first, last = max(start, low), min(stop, high)
+                if first < last:
+                    here = slice(at + first - start, at + last - start)
+                    there = slice(to + first - low, to + last - low)
+                    yield own, here, number, there, Part(key, first, last, 0)
 
 
 def _picked(array: Array, places: Sequence[slice]) -> Array:
@@ -146,69 +161,50 @@ def join(
     ValueError where something is missing.
     """
     if described.rows is not None:
-        return _join_rows(sources, described.rows.server, described.rows.servers)
+        return _join_rows(sources, described.rows)
     shift = described.first_key - sources[0].described.first_key
     if is_whole:
         return _join_whole(described, sources, shift)
-    joining = _Joining(described.blocks, shift)
+    blocks, state = described.blocks, dict[str, Array]()
+    values, filled = [block.new() for block in blocks], [0] * len(blocks)
     for source in sources:
-        for number in range(len(source.blocks)):
-            joining.add(source, number)
-    for block, count in zip(described.blocks, joining.filled, strict=True):
+        names = [_names_of(source, number) for number in range(len(source.blocks))]
+        for own, here, number, there, _ in _overlaps(source.blocks, blocks, shift):
+            values[number][there] = source.saved.values[own][here]
+            filled[number] += here.stop - here.start
+            for name, word in names[own].items():
+                if source.state[name] == SLOT:
+                    array = source.saved.state[name][here]
+                    if (known := _name(number, word)) not in state:
+                        state[known] = np.zeros(blocks[number].size, array.dtype)
+                    state[known][there] = array
+        for own, number in product(range(len(names)), range(len(blocks))):
+            _take_rest(source, own, state, number, blocks[number])
+    for block, count in zip(blocks, filled, strict=True):
         if count != block.size:
             raise ValueError(f"{count} of {block.size} elements of a block have come")
-    return joining.values, joining.state
+    return values, state
 
 
-class _Joining:
-    """Blocks that are filled with what others have saved."""
-
-    def __init__(self, blocks: Sequence[Block], shift: int) -> None:
-        self._blocks = blocks
-        self.values = [block.new() for block in blocks]
-        self.state: dict[str, Array] = {}
-        self.filled = [0] * len(blocks)
-        # Key -> the first and the last element of each part, its block, and where it is in it.
-        self._wanted: dict[int, list[tuple[int, int, int, int]]] = {}
-        for number, block in enumerate(blocks):
-            for key, start, stop, at, _ in block.places:
-                self._wanted.setdefault(key - shift, []).append((start, stop, number, at))
-
-    def add(self, source: SavedTable, own: int) -> None:
-        block, names = source.blocks[own], _names_of(source, own)
-        slots = {name: word for name, word in names.items() if source.state[name] == SLOT}
-        for key, start, stop, at, _ in block.places:
-            for low, high, number, to in self._wanted.get(key, ()):
-                first, last = max(start, low), min(stop, high)
-                if first >= last:
-                    continue
-                here = slice(at + first - start, at + last - start)
-                there = slice(to + first - low, to + last - low)
-                self.values[number][there] = source.saved.values[own][here]
-                self.filled[number] += last - first
-                for name, word in slots.items():
-                    array = source.saved.state[name][here]
-                    if (known := _name(number, word)) not in self.state:
-                        self.state[known] = np.zeros(self._blocks[number].size, array.dtype)
-                    self.state[known][there] = array
-        for name in names.keys() - slots.keys():
-            for number, other in enumerate(self._blocks):
-                known = _name(number, names[name])
-                alike = (other.dtype, other.group) == (block.dtype, block.group)
-                if alike and known not in self.state:  # Each block changes its own.
-                    self.state[known] = source.saved.state[name].copy()
+def _take_rest(
+    source: SavedTable, own: int, state: dict[str, Array], number: int, block: Block
+) -> None:
+    """Let a block have what another one of its kind has for all elements; each changes its own."""
+    there = source.blocks[own]
+    if (there.dtype, there.group) == (block.dtype, block.group):
+        for name, word in _names_of(source, own).items():
+            if source.state[name] == REST:
+                state.setdefault(_name(number, word), source.saved.state[name].copy())
 
 
 def _name(block: int, own: str) -> str:
     return f"{block}.{own}".rstrip(".")
 
 
-def _rows_for(
-    source: SavedTable, server: int, servers: int
-) -> tuple[Array, Array, dict[str, Array]]:
+def _rows_for(source: SavedTable, share: RowShare) -> tuple[Array, Array, dict[str, Array]]:
     """Return ids, rows and state of what a server keeps of a source."""
     ids, rows = source.saved.values
-    chosen = ids % servers == server
+    chosen = ids % share.servers == share.server
     state = {
         name: array[chosen] if source.state[name] == SLOT else array
         for name, array in source.saved.state.items()
@@ -217,9 +213,9 @@ def _rows_for(
 
 
 def _join_rows(
-    sources: Sequence[SavedTable], server: int, servers: int
+    sources: Sequence[SavedTable], share: RowShare
 ) -> tuple[list[Array], dict[str, Array]]:
-    shares = [_rows_for(source, server, servers) for source in sources]
+    shares = [_rows_for(source, share) for source in sources]
     kinds = {name: kind for source in reversed(sources) for name, kind in source.state.items()}
     state: dict[str, Array] = {}
     for name, kind in kinds.items():
@@ -234,7 +230,7 @@ def _join_rows(
                 for ids, _, own in shares
             ]
         )
-    ids, rows = (np.concatenate([share[at] for share in shares]) for at in (0, 1))
+    ids, rows = (np.concatenate([each[at] for each in shares]) for at in (0, 1))
     return [ids, rows], state
 
 
