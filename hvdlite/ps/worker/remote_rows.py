@@ -20,43 +20,30 @@ from hvdlite.ps.tables.row_table import RowShare, merge_repeated
 from hvdlite.ps.tables.table import SKIP
 from hvdlite.ps.worker.ordered_operations import joined, until_settled
 from hvdlite.ps.worker.server_link import ServerLink
-from hvdlite.ps.worker.shard import Shard
 from hvdlite.ps.worker.table_shards import TableShards
 
 
 class RemoteRows(TableShards):
-    """A table of rows on the servers. `new_shard` connects a shard with its server."""
+    """A table of rows on the servers."""
+
+    kinds = "_rows"
 
     def __init__(
         self, answer: Message, spec: TensorSpec, options: TableOptions, client: Client,
         links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
     ) -> None:  # fmt: skip
         assert options.rows is not None
-        self.name, self.spec = spec.name, RowsSpec(*options.rows)
-        self._tensor, self._options, self._links, self._worker = spec, options, links, worker
-        shards = self._new_shards(answer)
-        super().__init__(client, shards, options.mode, declaration, answer.body["layout"])
+        self.spec, self._tensor = RowsSpec(*options.rows), spec
+        super().__init__(answer, options, client, links, worker, declaration)
 
-    def _new_shards(self, answer: Message) -> list[Shard]:
-        shards, servers = [], answer.body["servers"]
+    @property
+    def is_whole(self) -> bool:
+        return False
+
+    def _describe(self, server: int, servers: int) -> Mapping[str, Any]:
+        share = RowShare(self.spec, server, servers)
         mode, average = self._options.clock_mode, self._options.average
-        for server, link in enumerate(self._links(servers)):
-            share = RowShare(self.spec, server, servers)
-            about = describe_table([self._tensor], [], mode, average=average, rows=share)
-            layout = answer.body["layout"]
-            shard = Shard(self.name, server, self._worker, about, list, link.send, "_rows", layout)
-            link.add(shard)
-            shards.append(shard)
-        return shards
-
-    def move(self, answer: Message) -> None:
-        """See `TableShards`."""
-        old = self._shards
-        shards = self._new_shards(answer)
-        for server, shard in enumerate(shards):
-            before = old[min(server, len(old) - 1)]
-            shard.take_over(before, before.version, ())
-        self._replace_shards(shards, answer.body["layout"])
+        return describe_table([self._tensor], [], mode, average=average, rows=share)
 
     def push(self, ids: Any, rows: Any, body: Mapping[str, Any] | None = None) -> Handle:
         """Push the gradients of rows, an array of shape (len(ids), length), as one step.

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections.client import Client
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of, dtype_of
 from hvdlite.ps.layouts.layout import Layout, Part
 from hvdlite.ps.scheduler.registry import TableOptions
@@ -65,82 +65,49 @@ def new_memory(client: Client, block: Block) -> Array:
 class RemoteTable(TableShards):
     """A table on the servers, as one worker pushes to it and pulls from it.
 
-    `answer` is the scheduler's to `declaration`, and says where the parts are.
+    `answer` says where the parts are, and `values` gives flat tensors to begin with.
     """
-
-    first_version = -1  # -2: another worker has the values to begin with.
 
     def __init__(
         self, answer: Message, specs: Sequence[TensorSpec], options: TableOptions,
         values: Callable[[], Sequence[Array]], client: Client,
         links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
     ) -> None:  # fmt: skip
-        self.name = answer.table
-        self.specs, self._options, self._values = list(specs), options, values
-        self._links, self._worker = links, worker
-        self._first_key = answer.body["first_key"]
-        self._blocks = self._blocks_of(answer)
-        self._client = client
-        shards = self._new_shards(answer)
-        self._early = self._new_early(shards)
-        super().__init__(client, shards, options.mode, declaration, answer.body["layout"])
+        self.specs, self._values = list(specs), values
+        super().__init__(answer, options, client, links, worker, declaration)
+        self._early = self._new_early(self._shards)
 
-    def _blocks_of(self, answer: Message) -> list[list[Block]]:
-        servers = answer.body["servers"]
+    def _look_at(self, answer: Message) -> None:
+        servers, self._first_key = answer.body["servers"], answer.body["first_key"]
         layout = Layout(tuple(Part(*part) for part in answer.body["parts"]), (), servers)
-        return [blocks_of(self.specs, self._first_key, layout, n) for n in range(servers)]
+        self._blocks = [blocks_of(self.specs, self._first_key, layout, n) for n in range(servers)]
 
-    def _new_shards(self, answer: Message) -> list[Shard]:
-        shards = []
-        mode, average = self._options.clock_mode, self._options.average
-        for server, link in enumerate(self._links(answer.body["servers"])):
-            described = describe_table(
-                self.specs, self._blocks[server], mode, average=average, first_key=self._first_key
-            )
-            shard = Shard(
-                self.name, server, self._worker, described,
-                partial(self._cut_values, self._values, server), link.send,
-                layout=answer.body["layout"],
-            )  # fmt: skip
-            shard.version, shard.first = self.first_version, answer.body.get("first")
-            link.add(shard)
-            shards.append(shard)
-        return shards
+    def _describe(self, server: int, servers: int) -> Mapping[str, Any]:
+        return describe_table(
+            self.specs, self._blocks[server], self._options.clock_mode,
+            average=self._options.average, first_key=self._first_key,
+        )  # fmt: skip
+
+    def _first_values(self, server: int) -> Sequence[Buffer]:
+        return self._cut(self._values(), server)
 
     def _new_early(self, shards: Sequence[Shard]) -> EarlyPushes:
         links = self._links(len(shards))
         return EarlyPushes(self._client, self._blocks, self._first_key, shards, links)
 
-    @property
-    def is_whole(self) -> bool:
-        return self._options.part_bytes is None
-
     def move(self, answer: Message) -> None:
-        """See `TableShards`. What was pulled last stays known, should a server be lost."""
-        pulled = self._pulled_tensors()
-        version, old = self.version, self._shards
-        self._blocks = self._blocks_of(answer)
-        shards = self._new_shards(answer)
-        for server, shard in enumerate(shards):
-            values = None if pulled is None else self._cut(pulled, server)
-            shard.take_over(old[min(server, len(old) - 1)], version, values)
-        self._early = self._new_early(shards)
-        self._replace_shards(shards, answer.body["layout"])
+        """See `TableShards`."""
+        super().move(answer)
+        self._early = self._new_early(self._shards)
 
-    def _pulled_tensors(self) -> list[Array] | None:
-        """Return the values that were pulled last, as flat tensors; None before the first pull."""
+    def _pulled(self) -> Callable[[int], Sequence[Buffer] | None]:
         tensors = [np.empty(spec.size, dtype_of(spec.dtype)) for spec in self.specs]
         for blocks, shard in zip(self._blocks, self._shards, strict=True):
             if shard.pulled is None:
-                return None
+                return lambda server: None
             for block, data in zip(blocks, shard.pulled, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)
-        return tensors
-
-    @property
-    def version(self) -> int:
-        """The lowest version of the values that were pulled."""
-        return min(shard.version for shard in self._shards)
+        return partial(self._cut, tensors)
 
     def push(self, tensors: Sequence[Array], body: Mapping[str, Any]) -> list[Handle]:
         """Push the gradients of a step, as flat tensors, which are copied.
@@ -191,9 +158,6 @@ class RemoteTable(TableShards):
         for blocks, answer in zip(every, answers, strict=True):
             for block, data in zip(blocks, answer.payloads, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)
-
-    def _cut_values(self, values: Callable[[], Sequence[Array]], server: int) -> list[memoryview]:
-        return self._cut(values(), server)
 
     def _cut(
         self, tensors: Sequence[Array], server: int, gone: Gone | None = None

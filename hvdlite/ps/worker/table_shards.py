@@ -10,8 +10,10 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Buffer, Message
+from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.worker.ordered_operations import Begin, Done, MovedError, joined
+from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.shard import PsRolledBack, Shard
 
 LOOK_SECONDS = 0.2  # How often a thread that is held back looks whether a server is lost.
@@ -79,24 +81,26 @@ class TableShards:
     """Takes part in a table at all servers when it is made.
 
     Raises `MovedError` where other servers keep it already. `declaration` asks the scheduler where
-    the table is.
+    the table is, and `answer` is what it has said.
     """
 
-    name = ""
+    first_version = -1  # -2: another worker has the values to begin with.
+    kinds = ""  # The end of the names of pushes and pulls.
 
     def __init__(
-        self, client: Client, shards: Sequence[Shard], mode: str,
-        declaration: Message, layout: int,
+        self, answer: Message, options: TableOptions, client: Client,
+        links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
     ) -> None:  # fmt: skip
-        self._client, self._shards = client, list(shards)
+        self.name = answer.table
+        self._options, self._links, self._worker, self._client = options, links, worker, client
+        self._shards: Sequence[Shard] = self._new_shards(answer)
         self.peers: Sequence[TableShards] = ()  # Tables whose steps are those of this one.
-        self.declaration, self.layout = declaration, layout
-        self.is_sync = mode == SYNC
+        self.declaration, self.layout = declaration, answer.body["layout"]
+        self.is_sync = options.mode == SYNC
         self.gate = Gate(lambda: self.clock, lambda: any(each.failed for each in self._shards))
         self._rolled_back: PsRolledBack | None = None
         self.steps_before = 0  # Of a training that was loaded: its steps are not counted again.
         self.on_load: Callable[[], object] | None = None  # Pulls the values that were loaded.
-        self._listen_to_shards()
         try:
             self._start()
         except MovedError:
@@ -104,6 +108,31 @@ class TableShards:
                 client.call(shard.retire)
             raise
         self.entered_at = self.clock  # The steps that others had made before.
+
+    def _new_shards(self, answer: Message) -> list[Shard]:
+        shards, servers = [], answer.body["servers"]
+        self._look_at(answer)
+        for server, link in enumerate(self._links(servers)):
+            shard = Shard(
+                self.name, server, self._worker, self._describe(server, servers),
+                partial(self._first_values, server), link.send, self.kinds, answer.body["layout"],
+            )  # fmt: skip
+            shard.version, shard.first = self.first_version, answer.body.get("first")
+            shard.on_rollback, shard.on_wanted = self._go_back, self._offer
+            link.add(shard)
+            shards.append(shard)
+        return shards
+
+    def _look_at(self, answer: Message) -> None:
+        """Take note of a layout, of which `_describe` is asked next."""
+
+    def _describe(self, server: int, servers: int) -> Mapping[str, Any]:
+        """Return what a server is told of its share."""
+        raise NotImplementedError
+
+    def _first_values(self, server: int) -> Sequence[Buffer]:
+        """Return the payloads with which a server is to begin."""
+        return ()
 
     def _start(self) -> None:
         """Take part at the same step at all servers.
@@ -134,10 +163,6 @@ class TableShards:
         for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
             handle.wait()
 
-    def _listen_to_shards(self) -> None:
-        for shard in self._shards:
-            shard.on_rollback, shard.on_wanted = self._go_back, self._offer
-
     def _offer(self, wanted: Shard) -> None:
         """Give first values to a server, in the client; before, to those that have others.
 
@@ -162,8 +187,13 @@ class TableShards:
         return min(shard.clock for shard in self._shards)
 
     @property
+    def version(self) -> int:
+        """The lowest version of the values that were pulled."""
+        return min(shard.version for shard in self._shards)
+
+    @property
     def is_whole(self) -> bool:
-        return False
+        return self._options.part_bytes is None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -235,17 +265,24 @@ class TableShards:
         ]
 
     def move(self, answer: Message) -> None:
-        """Go to the servers of the next layout, in the client; nothing is pushed meanwhile."""
-        raise NotImplementedError
+        """Go to the servers of the next layout, in the client; nothing is pushed meanwhile.
 
-    def _replace_shards(self, shards: Sequence[Shard], layout: int) -> None:
-        """Use other shards; what waited for the old ones asks the new ones."""
-        old, self._shards, self.layout = self._shards, list(shards), layout
-        self._listen_to_shards()
+        What was pulled last stays known, should a server be lost; what waited for old servers asks
+        the new ones.
+        """
+        old, version, pulled = self._shards, self.version, self._pulled()
+        shards = self._new_shards(answer)
+        for server, shard in enumerate(shards):
+            shard.take_over(old[min(server, len(old) - 1)], version, pulled(server))
+        self._shards, self.layout = shards, answer.body["layout"]
         for shard in old:
             shard.retire()
-        for shard in self._shards:
+        for shard in shards:
             shard.come_again()
+
+    def _pulled(self) -> Callable[[int], Sequence[Buffer] | None]:
+        """Return what gives a server of the next layout its share of what was pulled last."""
+        return lambda server: ()
 
     def align(self, clock: int) -> None:
         if 0 < self.clock - clock <= MOST_SKEW:
