@@ -1,6 +1,6 @@
 """The parameter server. From top to bottom, each room knows only those below it.
 
-raw_calls, public, context      what users call; `roles`, `serving`: a process that is no worker
+raw_calls, public, context      what users call
 worker                          tables as a worker sees them
 server                          serves tables, and saves, loads and moves them
 scheduler                       who is there, who keeps what, whose turn it is

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.cluster.settings import read_settings
-from hvdlite.ps.roles import run_scheduler
+from hvdlite.ps.scheduler.running import run_scheduler
 
 USAGE_CODE = 2
 FLAGS = {

@@ -23,7 +23,7 @@ from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome
 from hvdlite.launcher.live.job_view import STALL
 
 if TYPE_CHECKING:
-    from hvdlite.ps.scheduler.hosted import HostedScheduler
+    from hvdlite.ps.scheduler.running import HostedScheduler
 
 ABOUT_PROCESSES = {"started", "output", "raised", "part", "exit"}
 LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.

@@ -23,7 +23,7 @@ from hvdlite.launcher.jobs.job import FixedJob
 
 if TYPE_CHECKING:
     from hvdlite.ps.cluster.settings import ClusterSettings
-    from hvdlite.ps.scheduler.hosted import HostedScheduler
+    from hvdlite.ps.scheduler.running import HostedScheduler
 
 LOOPBACK = "127.0.0.1"
 LAST_SECONDS = 4.0  # How long servers may go on when all workers have ended well.
@@ -179,7 +179,7 @@ def host_scheduler(
     start_seconds: float,
 ) -> HostedScheduler:  # fmt: skip
     from hvdlite.ps.cluster.settings import read_settings
-    from hvdlite.ps.scheduler.hosted import HostedScheduler
+    from hvdlite.ps.scheduler.running import HostedScheduler
 
     variables = {
         **environ,

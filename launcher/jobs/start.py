@@ -34,7 +34,7 @@ from hvdlite.launcher.processes.console import say
 from hvdlite.launcher.processes.signals import SignalInbox
 
 if TYPE_CHECKING:
-    from hvdlite.ps.scheduler.hosted import HostedScheduler
+    from hvdlite.ps.scheduler.running import HostedScheduler
 
 TOKEN = "HVDLITE_PS_TOKEN"  # A secret that is not printed.
 PORTS = re.compile(r"(\d+)-(\d+)")

@@ -17,9 +17,9 @@ from hvdlite.ps.cluster.membership import ClusterPlan
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
-from hvdlite.ps.roles import run_server
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.scheduler import Scheduler
+from hvdlite.ps.server.running import run_server
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_store import RowStore

@@ -14,6 +14,7 @@ from hvdlite.ps.connections.messages import Answer, Message, pack, parse
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import place
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
+from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.table import Table, TableLostError
 from hvdlite.ps.tables.updater import add_up
 
@@ -50,7 +51,8 @@ def blocks() -> list[Block]:
 
 
 def new_table(mode: Mode, incarnation: int = 1) -> Table:
-    return Table("t", blocks(), mode, Momentum(), average=True, incarnation=incarnation)
+    described = TableDescription("t", describe_table(SPECS, blocks(), mode, average=True))
+    return Table(described, Momentum(), incarnation=incarnation)
 
 
 def values_of(step: int, worker: int) -> list[Array]:
@@ -200,7 +202,7 @@ def test_a_server_that_returns_takes_the_newest_values(every: int, seed: int) ->
     if every == 1:
         saved = table.copy()
     table = new_table(Mode(SYNC), incarnation=2)
-    table.restore(*saved)
+    table.restore(saved)
     for worker in workers.values():
         (refused,) = worker.push(table)
         assert (refused.message.kind, refused.message.incarnation) == ("restarted", 2)
@@ -222,7 +224,7 @@ def test_workers_that_are_ahead_of_all_values_are_told_to_go_back() -> None:
     for _ in range(3):
         run_step(table, workers, random.Random(0))
     table = new_table(Mode(SYNC), 2)
-    table.restore(*saved)
+    table.restore(saved)
     for worker in workers.values():
         worker.version = 0  # nobody has kept newer values
         deliver(table, workers, worker.start(table))

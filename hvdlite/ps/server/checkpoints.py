@@ -161,7 +161,7 @@ class ServerCheckpoints:
                 "that saved it, and save it with hvd.checkpoint"
             )
         self._was_read = [
-            self._read_table(path, about, self._server.descriptions[name], body["servers"])
+            self._read_table(path, about, self._server.tables[name].described, body["servers"])
             for name, *_ in body["tables"]
         ]
         return {

@@ -51,7 +51,6 @@ class Server:
         self._snapshots, self._every = snapshots, snapshot_every
         self._reached = reached or {}  # The versions that tables had before this server has come.
         self.records = records
-        self.descriptions: dict[str, TableDescription] = {}
         self._saved: dict[str, int] = {}  # The version of the newest snapshot.
         self._worker_of: dict[bytes, int] = {}
         self._tables_of: dict[int, set[str]] = {}  # Of workers that have said hello.
@@ -67,7 +66,7 @@ class Server:
             snapshots.keep_only(layout)
         for snapshot in snapshots.newest(layout) if snapshots else ():
             table = self._new_table(snapshot.described)
-            table.restore(*snapshot.saved)
+            table.restore(snapshot.saved)
             before = snapshots.before(snapshot) if snapshots else None
             if before is not None:
                 table.remember(before.saved)
@@ -75,19 +74,14 @@ class Server:
 
     def _new_table(self, described: TableDescription) -> Table:
         name = described.name
-        self.descriptions[name] = described
         self.fresh.add(name)
-        table_class = RowTable if described.rows else Table
-        self.tables[name] = table = table_class(
-            name, described.blocks, described.mode, self._new_updater(described),
-            average=described.average, incarnation=self._incarnation,
-        )  # fmt: skip
+        self.tables[name] = table = (RowTable if described.rows else Table)(
+            described, self._new_updater(described), incarnation=self._incarnation
+        )
         table.records, table.reached = self.records, self._reached.get(name, 0)
         table.others = lambda: [w for w, own in self._tables_of.items() if name not in own]
         if self.listener.memory is not None:
             table.copy_of = self.listener.memory.copy
-        if isinstance(table, RowTable) and described.rows:
-            table.rows = described.rows
         return table
 
     def serve(self, ended: Callable[[], bool]) -> None:
@@ -109,8 +103,7 @@ class Server:
             received = self.listener.receive(0) if left > 0 else None
 
     def _first_key_of(self, table: str) -> int:
-        described = self.descriptions.get(table)
-        return 0 if described is None else described.first_key
+        return self.tables[table].described.first_key if table in self.tables else 0
 
     def answer(self, peer: bytes, message: Message) -> list[Answer]:
         """Return the answers to a message: some may be for other peers, which have waited.
@@ -189,7 +182,7 @@ class Server:
             self._snapshots.write_soon(self.saved(name))
 
     def saved(self, name: str) -> SavedTable:
-        return SavedTable(self.descriptions[name], self.tables[name].copy(), self.layout)
+        return SavedTable(self.tables[name].described, self.tables[name].copy(), self.layout)
 
     def replace(self, name: str, values: Sequence[Array], state: Mapping[str, Array]) -> None:
         """Let a table have other values and another state, on disk, too, where it has snapshots."""
@@ -263,8 +256,8 @@ class Server:
         snapshot = None if folder is None else folder.go_back(table.name, version, self.layout)
         if snapshot is None:
             return table
-        older = self._new_table(self.descriptions[table.name])
-        older.restore(*snapshot.saved, goes_back=True)
+        older = self._new_table(table.described)
+        older.restore(snapshot.saved, goes_back=True)
         self._saved[table.name] = version
         return older
 

@@ -9,8 +9,7 @@ from hvdlite.common.base.errors import ProtocolError
 from hvdlite.ps.layouts.blocks import Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import Layout, Part
 from hvdlite.ps.tables.clocks import Mode
-from hvdlite.ps.tables.row_store import RowsSpec
-from hvdlite.ps.tables.row_table import RowShare
+from hvdlite.ps.tables.row_store import RowShare, RowsSpec
 
 
 class TableDescription:

@@ -56,6 +56,25 @@ class RowsSpec:
         return list(astuple(self))
 
 
+@dataclass(frozen=True)
+class RowShare:
+    """Which rows of a table a server keeps."""
+
+    spec: RowsSpec
+    server: int
+    servers: int
+
+    def check(self, ids: NDArray[np.int64]) -> None:
+        """Raise ValueError for rows that this server does not keep, and for unsorted ones."""
+        if not len(ids):
+            return
+        if ids[0] < 0 or ids[-1] >= self.spec.count or (np.diff(ids) <= 0).any():
+            most = self.spec.count - 1
+            raise ValueError(f"ids of rows are from 0 to {most}, each once, and sorted")
+        if (ids % self.servers != self.server).any():
+            raise ValueError(f"server {self.server} of {self.servers} does not keep such a row")
+
+
 def first_rows(spec: RowsSpec, name: str, ids: NDArray[np.int64]) -> Array:
     """Return the first values of rows: an array of shape (len(ids), length)."""
     shape = len(ids), spec.length

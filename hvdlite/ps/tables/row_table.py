@@ -9,7 +9,6 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,28 +17,9 @@ from numpy.typing import NDArray
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.layouts.blocks import Array, dtype_of
 from hvdlite.ps.tables.clocks import SYNC
-from hvdlite.ps.tables.row_store import RowsSpec, RowStore
+from hvdlite.ps.tables.row_store import RowShare, RowStore
 from hvdlite.ps.tables.table import Pull, Table
 from hvdlite.ps.tables.updater import Updater, wide_dtype
-
-
-@dataclass(frozen=True)
-class RowShare:
-    """Which rows of a table a server keeps."""
-
-    spec: RowsSpec
-    server: int
-    servers: int
-
-    def check(self, ids: NDArray[np.int64]) -> None:
-        """Raise ValueError for rows that this server does not keep, and for unsorted ones."""
-        if not len(ids):
-            return
-        if ids[0] < 0 or ids[-1] >= self.spec.count or (np.diff(ids) <= 0).any():
-            most = self.spec.count - 1
-            raise ValueError(f"ids of rows are from 0 to {most}, each once, and sorted")
-        if (ids % self.servers != self.server).any():
-            raise ValueError(f"server {self.server} of {self.servers} does not keep such a row")
 
 
 class RowUpdater(Updater, Protocol):
@@ -82,7 +62,13 @@ class RowTable(Table):
     """A table of rows. Each push has at most one row of an id."""
 
     updater: RowUpdater
-    rows: RowShare
+
+    @property
+    def rows(self) -> RowShare:
+        """Which rows there are, and which of them are here."""
+        assert self.described.rows is not None
+        return self.described.rows
+
     # Of sync: the version before this one, the rows that the update has changed, and as they were.
     _before: tuple[int, NDArray[np.int64], Array] | None = None
 
@@ -126,7 +112,7 @@ class RowTable(Table):
             if addend is None:
                 return None
             addends.append(addend)
-        return add_rows(addends, average=self._average)
+        return add_rows(addends, average=self.described.average)
 
     def _scaled(self, gradients: list[Array]) -> list[Array]:
         ids, rows = gradients

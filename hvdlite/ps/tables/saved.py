@@ -24,7 +24,7 @@ import numpy as np
 from hvdlite.ps.layouts.blocks import Array, Block, dtype_of
 from hvdlite.ps.layouts.layout import Part
 from hvdlite.ps.tables.description import TableDescription
-from hvdlite.ps.tables.row_table import RowShare
+from hvdlite.ps.tables.row_store import RowShare
 from hvdlite.ps.tables.table import Saved
 
 VALUES, SLOT, REST = "values", "slot", "rest"

@@ -19,8 +19,9 @@ import numpy as np
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.connections.messages import REPLACES, Answer, Message
 from hvdlite.ps.connections.records import OFF
-from hvdlite.ps.layouts.blocks import Array, Block
-from hvdlite.ps.tables.clocks import SYNC, Clocks, Mode
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.tables.clocks import SYNC, Clocks
+from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.first_values import Start, Starts
 from hvdlite.ps.tables.gradient_pieces import PIECE, Assemblies, is_piece
 from hvdlite.ps.tables.updater import Updater, add_up, divided
@@ -52,13 +53,10 @@ class Pull(NamedTuple):
 class Table:
     """A table. `workers` says who takes part in the job, as far as this server knows."""
 
-    def __init__(
-        self, name: str, blocks: Sequence[Block], mode: Mode, updater: Updater, *,
-        average: bool, incarnation: int,
-    ) -> None:  # fmt: skip
-        self.name, self.blocks, self.updater = name, list(blocks), updater
-        self.clocks = Clocks(mode)
-        self._average = average
+    def __init__(self, described: TableDescription, updater: Updater, *, incarnation: int) -> None:
+        self.described, self.name = described, described.name
+        self.blocks, self.updater = described.blocks, updater
+        self.clocks = Clocks(described.mode)
         self._incarnation = incarnation
         self.begun = False  # The values are there.
         self._restored = False
@@ -89,20 +87,19 @@ class Table:
 
     # -- the beginning
 
-    def restore(
-        self, values: Sequence[Array], state: Mapping[str, Array], version: int,
-        finished: Mapping[int, int], numbers: Sequence[Mapping[str, Any]] = (), *,
-        goes_back: bool = False,
-    ) -> None:  # fmt: skip
+    def restore(self, saved: Saved, *, goes_back: bool = False) -> None:
         """Begin with a snapshot; with `goes_back`, whatever newer values workers have."""
-        self._numbers, self._goes_back = list(numbers), goes_back
-        self.updater.begin(values)
-        self.updater.load(state)
-        self.clocks.version = version
-        # A push of a step that is not complete was lost with the server: it is to come again.
-        most = version if self.clocks.mode.name == SYNC else max(finished.values(), default=0)
-        self.clocks.finished = {worker: min(clock, most) for worker, clock in finished.items()}
-        self._restored = True
+        self._take(saved)
+        if self.clocks.mode.name == SYNC:
+            # A push of a step that is not complete was lost with the server: it is to come again.
+            finished = saved.finished.items()
+            self.clocks.finished = {worker: min(step, saved.version) for worker, step in finished}
+        self._goes_back, self._restored = goes_back, True
+
+    def _take(self, saved: Saved) -> None:
+        self.replace(saved.values, saved.state)
+        self.clocks.version, self.clocks.finished = saved.version, dict(saved.finished)
+        self._numbers = list(saved.numbers)
 
     def remember(self, saved: Saved) -> None:
         """Keep the values of the version before, for a worker that has to make its step again."""
@@ -111,10 +108,7 @@ class Table:
 
     def adopt(self, saved: Saved) -> None:
         """Begin with what this table was on other servers; no worker has to be heard of before."""
-        self.updater.begin([array.copy() for array in saved.values])
-        self.updater.load(saved.state)
-        self.clocks.version, self.clocks.finished = saved.version, dict(saved.finished)
-        self._numbers = list(saved.numbers)
+        self._take(saved._replace(values=[array.copy() for array in saved.values]))
         self.begun = True
 
     def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
@@ -357,7 +351,9 @@ class Table:
                 if each is None:
                     return None
                 summands.append(each[number])
-            total.append(add_up(summands, average=self._average, into=self._total_of(number)))
+            total.append(
+                add_up(summands, average=self.described.average, into=self._total_of(number))
+            )
         return total
 
     def _scaled(self, gradients: list[Array]) -> list[Array]:

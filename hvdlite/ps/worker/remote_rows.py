@@ -15,8 +15,8 @@ from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.description import describe_table
-from hvdlite.ps.tables.row_store import RowsSpec
-from hvdlite.ps.tables.row_table import RowShare, merge_repeated
+from hvdlite.ps.tables.row_store import RowShare, RowsSpec
+from hvdlite.ps.tables.row_table import merge_repeated
 from hvdlite.ps.tables.table import SKIP
 from hvdlite.ps.worker.ordered_operations import joined, until_settled
 from hvdlite.ps.worker.server_link import ServerLink

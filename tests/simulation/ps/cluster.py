@@ -19,9 +19,10 @@ from unittest.mock import patch
 
 from hvdlite.common.connections.address import Address
 from hvdlite.common.plain.handles import Handle
-from hvdlite.ps import roles
 from hvdlite.ps.connections import client, outside
 from hvdlite.ps.connections.messages import Message, pack, parse
+from hvdlite.ps.scheduler import running as scheduler_running
+from hvdlite.ps.server import running as server_running
 from tests.simulation.ps.nodes import (
     Condition,
     Event,
@@ -397,7 +398,8 @@ class Cluster:
             (client, "Loop", Loop),
             (client, "Caller", SimulatedCaller),
             (client, "SharedMemory", _no_memory),
-            (roles, "Listener", SimulatedListener),
+            (scheduler_running, "Listener", SimulatedListener),
+            (server_running, "Listener", SimulatedListener),
             (Handle, "_sleep", sleep_for),
         ]
         with ExitStack() as stack:

@@ -22,7 +22,8 @@ import numpy as np
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
-from hvdlite.ps.roles import run_scheduler, run_server
+from hvdlite.ps.scheduler.running import run_scheduler
+from hvdlite.ps.server.running import run_server
 from hvdlite.ps.tables.clocks import SSP, SYNC
 from hvdlite.ps.tables.updater import Added, Updater
 from hvdlite.ps.worker import checkpoints

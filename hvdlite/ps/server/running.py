@@ -1,18 +1,16 @@
-"""The processes that are no workers: the scheduler, and servers."""
+"""How a server runs, from its first words to the scheduler to the end of the job."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.connections.address import Address, parse_address
+from hvdlite.common.connections.address import Address
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import (
     ANSWER_SECONDS,
-    SCHEDULER,
     SERVER,
     ClusterSettings,
     address_towards,
@@ -22,7 +20,6 @@ from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client, name_of
 from hvdlite.ps.connections.records import OFF, Records
-from hvdlite.ps.scheduler.scheduler import Scheduler
 from hvdlite.ps.server.checkpoints import ServerCheckpoints
 from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.server.server import Server
@@ -33,41 +30,6 @@ from hvdlite.ps.tables.updater import Updater
 # How long a cluster without workers goes on, so that last answers are not lost.
 LAST_SECONDS = 1.0
 NAME_SECONDS = 0.5  # Until the name of the scheduler is looked up again.
-STATE_FILE = "scheduler.json"
-# How long a scheduler tells all members why the cluster cannot go on.
-FAILURE_SECONDS = 5.0
-
-
-def run_scheduler(settings: ClusterSettings) -> None:
-    """Be the scheduler until all workers have left and the servers have gone.
-
-    What it has to know again after an end lies beside the snapshots, where there are any.
-    """
-    check_token(settings)
-    address = parse_address(settings.scheduler, "HVDLITE_SCHEDULER")
-    if settings.token:  # Others may know this host by any of its addresses.
-        address = Address(port=address.port)
-    listener = Listener(address, SCHEDULER, settings.token, encrypted=settings.curve, carries=False)
-    state_file = Path(settings.snapshots) / STATE_FILE if settings.snapshots else None
-    scheduler = Scheduler(listener, settings.plan, state_file)
-    failed_since: float | None = None
-
-    def ended() -> bool:
-        nonlocal failed_since
-        membership = scheduler.membership
-        if membership.failure and failed_since is None:
-            failed_since = outside.now()
-        if failed_since is not None and outside.now() - failed_since > FAILURE_SECONDS:
-            return True
-        return membership.is_over
-
-    try:
-        scheduler.serve(ended)
-        scheduler.forget()
-    finally:
-        listener.close()
-    if failed_since is not None:
-        raise HorovodInternalError(scheduler.membership.failure)
 
 
 def run_server(
