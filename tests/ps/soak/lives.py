@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -192,21 +193,19 @@ class Oracle:
             _, _, phase, worker = path.name.split("-")
             gone = self._folder / path.name.replace("visitor", "gone")
             first, *of_rows = map(int, path.read_text().split())
-            steps = range(first, int(gone.read_text()))
-            self.steps += len(steps)
-            if int(phase) != 1:
-                self._push(life, steps, int(worker), (*of_rows, first)[0])
+            end = int(gone.read_text())
+            self.steps += end - first
+            if int(phase) != 1:  # Its first step of the rows may be another one.
+                rows = range((*of_rows, first)[0], end)
+                self._push(life, range(first, end), int(worker), rows)
 
     def _push(
-        self, life: int, steps: range | list[int], worker: int, first_of_rows: int = 0
+        self, life: int, steps: Iterable[int], worker: int, of_rows: Iterable[int] | None = None
     ) -> None:
-        """Push steps; a worker that joins may begin with another step of the rows."""
         for step in steps:
             gradients = gradients_of(life, step, worker)
             self._sums = [a + b for a, b in zip(self._sums, gradients, strict=True)]
-        for step in [*range(first_of_rows, min(steps, default=0)), *steps]:
-            if step < first_of_rows:
-                continue
+        for step in steps if of_rows is None else of_rows:
             ids, rows = rows_of(life, step, worker)
             self._rows[ids] += rows
 
