@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
-from hvdlite.ps import roles
 from hvdlite.ps.cluster import enrolment
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.scheduler import scheduler
-from hvdlite.ps.server import server
+from hvdlite.ps.scheduler.running import run_scheduler
+from hvdlite.ps.server import running, server
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
@@ -359,15 +359,17 @@ def test_the_scheduler_ends_with_the_job_though_a_worker_was_lost(
 ) -> None:
     for module, name in ((enrolment, "BEAT_SECONDS"), (server, "LOOK_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
-    for module, name in ((scheduler, "LOOK_SECONDS"), (roles, "LAST_SECONDS")):
+    for module, name in ((scheduler, "LOOK_SECONDS"), (running, "LAST_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
     with held_port() as port:
         settings = ClusterSettings(
             SCHEDULER, f"127.0.0.1:{port}", 1, 2, independent=True, worker_seconds=0.4
         )
         loops = [
-            Loop(lambda _: roles.run_scheduler(settings)),
-            Loop(lambda _: roles.run_server(replace(settings, role=SERVER), lambda _: Momentum())),
+            Loop(lambda _: run_scheduler(settings)),
+            Loop(
+                lambda _: running.run_server(replace(settings, role=SERVER), lambda _: Momentum())
+            ),
         ]
         words = replace(settings, role=WORKER)
         leaves, dies = in_threads(lambda: Worker(words), lambda: Worker(words))

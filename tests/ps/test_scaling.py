@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps import roles
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.server import running
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.tables.row_store import RowsSpec
 from tests.ps.cluster import (
@@ -264,9 +264,9 @@ def test_whole_tensors_do_not_move_and_say_so(new_cluster: NewCluster) -> None:
 def test_a_server_that_was_to_go_stays_where_the_next_layout_has_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(roles, "LAST_SECONDS", 0.0)
+    monkeypatch.setattr(running, "LAST_SECONDS", 0.0)
     news: dict[str, Any] = {"workers": [0], "layout_servers": 3, "change": None}
-    end = roles._End(Mock(), Mock(), 2, news)
+    end = running._End(Mock(), Mock(), 2, news)
     assert not end()
     news |= {"layout_servers": 2, "change": {"servers": 4}}
     assert not end() and not end()

@@ -82,6 +82,12 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         return None
     if role not in _ROLES:
         raise ConfigError(f"{name}={role}: give scheduler, server or worker")
+    curve = _flag(environ, "HVDLITE_PS_CURVE", "encrypt all that is sent")
+    if curve and not environ.get("HVDLITE_PS_TOKEN"):
+        raise ConfigError(
+            "HVDLITE_PS_CURVE=1 makes keys of HVDLITE_PS_TOKEN, which is not set: give all "
+            "processes the same"
+        )
     return ClusterSettings(
         role=_ROLES[role],
         scheduler=_scheduler(environ),
@@ -90,9 +96,9 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         node_id=_find(environ, "node_id")[1],
         token=environ.get("HVDLITE_PS_TOKEN", "").encode(),
         independent=_independent(environ),
-        curve=_curve(environ),
+        curve=curve,
         number=_number(environ),
-        joins=_joins(environ),
+        joins=_flag(environ, "HVDLITE_PS_JOIN", "join a job that runs"),
         **_from_config(environ),
     )
 
@@ -145,22 +151,10 @@ def _independent(environ: Mapping[str, str]) -> bool:
     return text == "independent"
 
 
-def _joins(environ: Mapping[str, str]) -> bool:
-    text = environ.get("HVDLITE_PS_JOIN", "0")
+def _flag(environ: Mapping[str, str], name: str, what: str) -> bool:
+    text = environ.get(name, "0")
     if text not in ("0", "1"):
-        raise ConfigError(f"HVDLITE_PS_JOIN={text}: give 1 to join a job that runs, or 0")
-    return text == "1"
-
-
-def _curve(environ: Mapping[str, str]) -> bool:
-    text = environ.get("HVDLITE_PS_CURVE", "0")
-    if text not in ("0", "1"):
-        raise ConfigError(f"HVDLITE_PS_CURVE={text}: give 1 to encrypt all that is sent, or 0")
-    if text == "1" and not environ.get("HVDLITE_PS_TOKEN"):
-        raise ConfigError(
-            "HVDLITE_PS_CURVE=1 makes keys of HVDLITE_PS_TOKEN, which is not set: give all "
-            "processes the same"
-        )
+        raise ConfigError(f"{name}={text}: give 1 to {what}, or 0")
     return text == "1"
 
 

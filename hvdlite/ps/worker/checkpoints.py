@@ -30,16 +30,7 @@ class _OvertakenError(Exception):
 
 def save(worker: Worker, directory: str | os.PathLike[str]) -> None:
     """Let all servers write the tables of a worker; see `hvdlite.ps.context.save`."""
-    tables = _tables_of(worker, "saved")
-    while True:
-        turn = worker.ask(Message("turn", body={"what": SAVE})).body["turn"]
-        try:
-            _make(worker, tables, SAVE, turn, directory)
-            return
-        except _OvertakenError:
-            continue
-        finally:
-            worker.ask(Message("over", body={"turn": turn, "steps": None}))
+    _in_turn(worker, _tables_of(worker, "saved"), {"what": SAVE}, directory)
 
 
 def load(worker: Worker, directory: str | os.PathLike[str]) -> int:
@@ -47,27 +38,41 @@ def load(worker: Worker, directory: str | os.PathLike[str]) -> int:
     tables = _tables_of(worker, "loaded")
     late = not worker.loads and any(table.entered_at > 0 for table in tables.values())
     number = worker.loads + 1
-    body = {"what": LOAD, "number": number, "late": late}
-    steps: dict[str, int] | None = None
-    while steps is None:
-        answer = worker.ask(Message("turn", body=body)).body
-        if not (turn := answer["turn"]):
-            steps = answer["steps"]
-            worker.loads = answer["loads"] if late else number
-            break
-        worker.loads = answer["loads"]
-        try:
-            steps = _make(worker, tables, LOAD, turn, directory)
-            worker.loads += 1
-        except _OvertakenError:
-            continue
-        finally:
-            worker.ask(Message("over", body={"turn": turn, "steps": steps}))
-    assert steps is not None
+    answer, steps = _in_turn(
+        worker, tables, {"what": LOAD, "number": number, "late": late}, directory
+    )
+    if steps is not None:
+        worker.loads += 1
+    else:  # Another worker has done it for all.
+        worker.loads, steps = answer["loads"] if late else number, answer["steps"]
     for name, table in tables.items():
         table.steps_before = steps.get(name, 0)
         table.refresh()
     return max(table.steps_before for table in tables.values())
+
+
+def _in_turn(
+    worker: Worker, tables: Mapping[str, TableShards], body: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+) -> tuple[Mapping[str, Any], dict[str, int] | None]:  # fmt: skip
+    """Save or load when it is this worker's turn; return what the scheduler and servers have said.
+
+    The servers say nothing where it has nothing to do.
+    """
+    loads = body["what"] == LOAD
+    while True:
+        answer, steps = worker.ask(Message("turn", body=body)).body, None
+        if not (turn := answer["turn"]):
+            return answer, None
+        if loads:
+            worker.loads = answer["loads"]
+        try:
+            steps = _make(worker, tables, body["what"], turn, directory)
+            return answer, steps
+        except _OvertakenError:
+            continue
+        finally:
+            worker.ask(Message("over", body={"turn": turn, "steps": steps if loads else None}))
 
 
 def _tables_of(worker: Worker, done: str) -> dict[str, TableShards]:
