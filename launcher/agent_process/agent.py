@@ -40,17 +40,12 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.agent_process.rank_process import (
-    LIVE,
-    AgentFolder,
-    RankProcess,
-    RankVariables,
-)
+from hvdlite.launcher.agent_process import outside
+from hvdlite.launcher.agent_process.rank_process import LIVE, RankProcess, RankVariables
 from hvdlite.launcher.agent_process.relay import HostMeeting, WorkerRelay
 from hvdlite.launcher.agents.channel import (
     BEATS,
@@ -58,11 +53,9 @@ from hvdlite.launcher.agents.channel import (
     PART_BYTES,
     PROLOGUE,
     VERSION,
-    Channel,
 )
 from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
 from hvdlite.launcher.processes import rank_orders
-from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.signals import SignalInbox
 from hvdlite.launcher.questions import runtime_folder
 
@@ -75,10 +68,10 @@ class Agent:
     """The agent, with one end of the channel; `signals` are those to its process."""
 
     def __init__(self, read_fd: int, write_fd: int, signals: SignalInbox) -> None:
-        self.loop = EventLoop()
+        self.loop = outside.EventLoop()
         self._signals = signals
         self.loop.listen(signals.fileno(), signals.drain)
-        self.channel = Channel(
+        self.channel = outside.Channel(
             self.loop, read_fd, write_fd, received=self._receive, ended=self._lose_launcher
         )
         self._handlers: dict[str, Callable[..., None]] = {
@@ -99,33 +92,45 @@ class Agent:
         self._silence_seconds = 0.0  # After which the launcher counts as lost; 0: never.
         self._kill_at: float | None = None
         self._paused = False
-        self.folder = AgentFolder()
+        self.folder = outside.AgentFolder()
 
     # -- the loop
 
     def run(self) -> None:
         """Run until the launcher has gone, and no rank is left."""
         try:
-            self.channel.send_raw(PROLOGUE)
-            self.channel.send("hello", self._describe())
-            while self.channel.open or self._running():
-                self.loop.run_once(self._patience())
-                while (number := self._signals.take()) is not None:
-                    self._leave(number)
-                self._reap()
-                self._pace()
-                now = time.monotonic()
-                self._look(now)
-                limit = self._silence_seconds
-                if limit and self.channel.open and not self.channel.beat(now, limit):
-                    self._lose_launcher()
-                if self._kill_at is not None and now >= self._kill_at:
-                    self._kill_at = None
-                    self._signal_all(signal.SIGKILL)
+            self.begin()
+            while self.goes_on():
+                self.loop.run_once(self.patience())
+                self.turn()
         finally:
             self._signal_all(signal.SIGKILL)
             self.folder.remove()
             runtime_folder.tidy()
+
+    def begin(self) -> None:
+        """Say hello."""
+        self.channel.send_raw(PROLOGUE)
+        self.channel.send("hello", self._describe())
+
+    def goes_on(self) -> bool:
+        """Return whether the launcher may still say something, or a rank runs."""
+        return self.channel.open or self._running()
+
+    def turn(self) -> None:
+        """Do what follows from what has come, and from the time."""
+        while (number := self._signals.take()) is not None:
+            self._leave(number)
+        self._reap()
+        self._pace()
+        now = outside.now()
+        self._look(now)
+        limit = self._silence_seconds
+        if limit and self.channel.open and not self.channel.beat(now, limit):
+            self._lose_launcher()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self._signal_all(signal.SIGKILL)
 
     def _look(self, now: float) -> None:
         if self._counted and now >= self._tell_at:
@@ -155,12 +160,13 @@ class Agent:
         else:
             self._asked_to_leave = self._told_to_leave = True
 
-    def _patience(self) -> float:
+    def patience(self) -> float:
+        """Return after how many seconds the next turn is due, though nothing comes."""
         longest = LOOK_SECONDS
         if self._silence_seconds:
             longest = min(longest, self._silence_seconds / (2 * BEATS))
         if self._kill_at is not None:
-            return max(0.0, min(longest, self._kill_at - time.monotonic()))
+            return max(0.0, min(longest, self._kill_at - outside.now()))
         return longest
 
     def _running(self) -> bool:
@@ -217,14 +223,14 @@ class Agent:
 
     def _job(self, job: dict[str, Any]) -> None:
         try:
-            os.chdir(job["directory"])
+            outside.enter(job["directory"])
         except OSError as error:
             self._refuse(f"cannot enter {job['directory']}: {error.strerror}. {FOLDER_REMEDY}")
             return
         if job["call"] is not None:
             self.folder.link(job["call"])
         self._silence_seconds = job["silence_seconds"]
-        self._variables = RankVariables(job, self.folder)
+        self._variables = RankVariables(job, self.folder, outside.environ())
         try:
             self._variables.check_devices()
         except ConfigError as error:
@@ -265,7 +271,7 @@ class Agent:
         except ConfigError as error:  # Of an elastic job, whose slots are not checked before.
             self.channel.send("unable", number, str(error))
             return
-        process = RankProcess(
+        process = outside.RankProcess(
             rank["command"], environ, self.loop, output,
             cores=self._variables.cores_of(rank), terminals=rank["terminals"],
         )  # fmt: skip
@@ -293,7 +299,7 @@ class Agent:
     def _end_ranks(self, patience_seconds: float) -> None:
         self._signal_all(signal.SIGTERM)
         if self._kill_at is None:
-            self._kill_at = time.monotonic() + patience_seconds
+            self._kill_at = outside.now() + patience_seconds
 
     def _signal_all(self, number: int) -> None:
         for rank in self._ranks.values():

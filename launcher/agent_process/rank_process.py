@@ -183,8 +183,10 @@ class RankProcess(Child):
 class RankVariables:
     """What is common to the ranks of the host; `job` is the launcher's description of it."""
 
-    def __init__(self, job: Mapping[str, Any], folder: AgentFolder) -> None:
-        own = dict(os.environ) if job["inherit"] else {}
+    def __init__(
+        self, job: Mapping[str, Any], folder: AgentFolder, environ_of_agent: Mapping[str, str]
+    ) -> None:
+        own = dict(environ_of_agent) if job["inherit"] else {}
         own.pop("PYTHONPATH", None)  # The launcher set it, so that the agent finds hvdlite.
         environ = {name: text for name, text in own.items() if not of_another_job(name)}
         environ = without_step(environ | job["variables"])  # The step is that of an agent.

@@ -15,7 +15,7 @@ import msgpack
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
-from hvdlite.common.membership.server import WorkerServer
+from hvdlite.launcher.agent_process import outside
 from hvdlite.launcher.agent_process.rank_process import AgentFolder, RankProcess
 from hvdlite.launcher.agents.channel import Channel, unsqueeze
 from hvdlite.launcher.processes.event_loop import EventLoop
@@ -33,10 +33,10 @@ class WorkerRelay:
         self._channel, self._workers = channel, workers
         self._silence_seconds: float = job["worker_silence_seconds"]
         self._told: set[tuple[int, str]] = set()  # What the driver knows of running workers.
-        self._server = WorkerServer(
-            loop, listen(Address(path=folder.socket)), job["secret"].encode(),
+        self._server = outside.serve_workers(
+            loop, folder.socket, job["secret"].encode(),
             lambda number, message: channel.send("said", number, message), self._note_end,
-            expects=self._runs,
+            self._runs,
         )  # fmt: skip
 
     def _runs(self, number: int) -> bool:
@@ -61,10 +61,11 @@ class WorkerRelay:
 
     def look(self) -> None:
         """Tell of workers that run and cannot go on; called now and then."""
-        for number, silence in self._server.silence().items():
-            if self._runs(number) and _state(self._workers[number].pid) == STOPPED:
+        silence = self._server.silence()  # Of those that are connected.
+        for number, worker in self._workers.items():
+            if self._runs(number) and outside.state_of(worker.pid) == STOPPED:
                 self._tell_once(number, "stopped")
-            elif silence >= self._silence_seconds:
+            elif silence.get(number, 0.0) >= self._silence_seconds:
                 why = f"it has not answered for {self._silence_seconds:g} seconds"
                 self._tell_once(number, "silent", why)
 
@@ -72,16 +73,6 @@ class WorkerRelay:
         if self._runs(number) and (number, kind) not in self._told:
             self._told.add((number, kind))
             self._channel.send(kind, number, *fields)
-
-
-def _state(pid: int) -> str:
-    """Return the letter that the kernel has for the state of a process; empty after its end."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name of the program comes before, in parentheses, and may have some of its own.
-            return file.read().rpartition(")")[2].split(maxsplit=1)[0]
-    except (OSError, IndexError):
-        return ""
 
 
 # The meeting of the ranks of one host, as its agent serves it.

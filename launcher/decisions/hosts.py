@@ -145,18 +145,18 @@ class Hosts:
         if leave is not None and leave.until == FOREVER:
             leave.until = now + leave.seconds
 
-    def lose(self, host: str, now: float, *, orphans: bool) -> float:
-        """Keep away from a host whose agent was lost; return for how long, in seconds.
+    def await_orphans(self, host: str, now: float) -> None:
+        """Keep away from a host that was lost until its agent has found that, and ended workers."""
+        self.agent(host).retry_at = now + self._orphans_delay
 
-        `orphans`: workers may run there on, until their agent finds that it is cut off.
-        """
+    def lose(self, host: str, now: float) -> float:
+        """Keep away from a host whose agent was lost; return for how long, in seconds."""
         agent = self.agent(host)
         agent.stand = Stand.ABSENT
         agent.losses += 1
         delay = min(2.0 ** (agent.losses - 1), LONGEST_DELAY_SECONDS)
-        delay = max(delay, self._orphans_delay if orphans else 0.0)
-        agent.retry_at = now + delay
-        return delay
+        agent.retry_at = max(agent.retry_at, now + delay)
+        return agent.retry_at - now
 
     def with_agents(self) -> list[str]:
         """Return the hosts whose agents were started and have not ended."""

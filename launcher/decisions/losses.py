@@ -192,12 +192,14 @@ class Losses:
             worker.running = False
             if worker.living:  # The host has a line of its own below.
                 self._drop(worker, f"its host was lost: {why}", now, said=shown)
+        if orphans:  # Also where discovery does not show the host: it may in a moment.
+            self._hosts.await_orphans(host, now)
         if not shown:
             return
         if self._plan.failures_by_host or not may_return:
             self.exclude(host, why, now)
         else:
-            delay = self._hosts.lose(host, now, orphans=orphans)
+            delay = self._hosts.lose(host, now)
             worlds = self._worlds
             if worlds.world is None or worlds.living_members():
                 again = f"; it is tried again in {delay:.0f} s"

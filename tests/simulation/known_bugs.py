@@ -13,9 +13,11 @@ from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.response_memory import ResponseMemory
+from hvdlite.launcher.agent_process.agent import Agent
+from hvdlite.launcher.agent_process.relay import WorkerRelay
 from hvdlite.launcher.agents.host_agents import HostAgents
 from hvdlite.launcher.decisions import hosts
-from hvdlite.launcher.decisions.hosts import order_hosts
+from hvdlite.launcher.decisions.hosts import Hosts, order_hosts
 from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
@@ -219,6 +221,23 @@ def _start_at_once(self: HostAgents) -> None:
 _start = HostAgents.start
 ELASTIC_BUGS["an agent starts while the workers of its predecessor end"] = lambda: patch.object(
     HostAgents, "start", _start_at_once
+)
+
+
+@bug(WorkerRelay, "look", ELASTIC_BUGS)
+def a_worker_is_stopped_before_it_has_connected(real: Any, self: WorkerRelay) -> None:
+    """Only those that are connected are looked at, and the job waits for this one for ever."""
+    all_workers, connected = self._workers, self._server.silence()
+    self._workers = {number: each for number, each in all_workers.items() if number in connected}
+    real(self)
+    self._workers = all_workers
+
+
+ELASTIC_BUGS["a slot is used again that had nothing for a worker"] = lambda: patch.object(
+    Hosts, "limit", lambda self, host, slots: False
+)
+ELASTIC_BUGS["workers outlive the loss of the launcher"] = lambda: patch.object(
+    Agent, "_end_ranks", lambda self, patience_seconds: None
 )
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
     cluster, "_sync", lambda file: None

@@ -64,6 +64,10 @@ class World:
         """Let `action` happen in so many seconds."""
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), action))
 
+    def at(self, time: float, action: Action) -> None:
+        """Let `action` happen at a time: what is due at the same one keeps its order."""
+        heapq.heappush(self._events, (time, next(self._numbers), action))
+
     def soon(self) -> float:
         """Draw how long a process takes until it goes on: mostly at once, now and then long."""
         lot = self.lot
@@ -212,7 +216,7 @@ class Process:
                 if not timer:
                     timer = True
                     self._turn += 1
-                    world.after(end - world.now, partial(self._time_is_up, self._turn))
+                    world.at(end, partial(self._time_is_up, self._turn))
             self._sleeps = True
             world.baton_is_back.release()
             self._go.acquire()

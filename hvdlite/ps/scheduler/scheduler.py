@@ -57,6 +57,7 @@ class Scheduler:
         # By which servers know whose snapshots they find.
         self._job = outside.random_bytes(8).hex()
         self._turns = CheckpointOrder()
+        self._number = 0  # The last one of a turn or a change; see `_next_number`.
         # What members have said in their beats: the layout in which they are, and their tables.
         self._standing: dict[bytes, tuple[int, frozenset[str]]] = {}
         self._obstacle, self._warns_at = "", 0.0  # To the change that is wanted.
@@ -69,6 +70,7 @@ class Scheduler:
             self._wanted, self._job = state["wanted"], state["job"]
             self.barrier.load(state["met"])
             self._turns = CheckpointOrder(*state["loads"])
+            self._number = state.get("number", 0)
             self.membership.servers_in_use = self.registry.layout.num_servers
 
     def serve(self, ended: Callable[[], bool]) -> None:
@@ -140,10 +142,11 @@ class Scheduler:
                 self._warn_of(obstacle)
             else:
                 self._obstacle = ""
+                number = self._next_number()
                 self._change = Change(
-                    outside.rising_number(), rebalance(layout, wanted), layout,
-                    self.registry.modes(), self._roll(),
-                )  # fmt: skip
+                    number, rebalance(layout, wanted), layout, self.registry.modes(), self._roll()
+                )
+                self._take_number(number)
         elif change.look(self.membership.workers()):
             before = self.registry.layout, self.registry.version
             self.registry.change_to(change.layout)
@@ -255,9 +258,24 @@ class Scheduler:
     # -- checkpoints
 
     def _turn(self, peer: bytes, message: Message) -> list[Answer]:
-        peers, now = {each for each, _ in self._roll().values()}, outside.rising_number()
-        body = self._turns.ask(peer, message.request, message.body, peers, now)
-        return [] if body is None else [_answer(peer, message, "turn", **body)]
+        peers, number = {each for each, _ in self._roll().values()}, self._next_number()
+        body = self._turns.ask(peer, message.request, message.body, peers, number)
+        if body is None:
+            return []
+        if body["turn"] > self._number:
+            self._take_number(body["turn"])
+        return [_answer(peer, message, "turn", **body)]
+
+    def _next_number(self) -> int:
+        """Return a number for a turn or a change, higher than those of all that came before it.
+
+        The clock on the wall knows of predecessors whose state is lost; it may go back.
+        """
+        return max(outside.rising_number(), self._number + 1)
+
+    def _take_number(self, number: int) -> None:
+        self._number = number
+        self._keep()
 
     def _over(self, peer: bytes, message: Message) -> list[Answer]:
         self._turns.end(message.body["turn"], message.body["steps"])
@@ -350,7 +368,7 @@ class Scheduler:
             "membership": self.membership.state(), "registry": self.registry.state(),
             "wanted": self._wanted, "job": self._job,
             "met": self.barrier.state(),
-            "loads": [self._turns.loads, dict(self._turns.steps)],
+            "loads": [self._turns.loads, dict(self._turns.steps)], "number": self._number,
         }  # fmt: skip
         try:
             outside.write_whole(self._state_file, [json.dumps(state).encode()])

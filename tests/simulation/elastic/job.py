@@ -7,13 +7,15 @@ of its world, so a loss ends it on all ranks.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.commands import Finish
-from tests.simulation.elastic.agents import LOOK_SECONDS, Agent, around, new_launcher
+from tests.simulation.elastic.agents import around, new_launcher
 from tests.simulation.elastic.collectives import Collectives
+from tests.simulation.elastic.hosts import AgentProcess
 from tests.simulation.elastic.network import Network
 from tests.simulation.elastic.programs import (
     FROM_LAUNCHER,
@@ -33,8 +35,10 @@ STEPS, PROGRESS, ENDS = (
 LIMIT_SECONDS = 2000.0  # Of virtual time: a job that has not ended by then never will.
 # By so much the launcher's clock is ahead at most: less than agents have to end.
 MOST_AHEAD_SECONDS = 3.5
+LOOK_SECONDS = 0.1  # Between two looks of the launcher at what is silent.
 HANG_SECONDS = 1.5  # After which an agent tells of a worker that does not answer.
 KILLED = -9
+LEFT_SECONDS = 20.0  # After the end of the job, in which agents end.
 
 
 class ElasticJob:
@@ -47,6 +51,8 @@ class ElasticJob:
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.world, self.workers)
         self.network = Network(self.world)
+        self.agents: list[AgentProcess] = []  # All that have come, also those that were given up.
+        self.here: AgentProcess  # The one that does something.
         self._shown: dict[str, int] = {}
         self._early: set[int] = set()  # Workers that have returned before the last step.
         self._frozen: list[Callable[[], None]] | None = None  # What the launcher has yet to do.
@@ -64,6 +70,7 @@ class ElasticJob:
             num_proc=program.min_np, min_np=program.min_np, max_np=program.max_np,
             cooldown=(1, 4), elastic_timeout=60.0, admit=program.admit,
             failures_by_host=program.failures_by_host, host_timeout_seconds=SILENCE_SECONDS,
+            worker_timeout_seconds=HANG_SECONDS,
         )  # fmt: skip
         self.launcher = new_launcher(self, options)
         self.driver = self.launcher.driver
@@ -76,10 +83,10 @@ class ElasticJob:
         self.world.after(last + 10.0, self._heal)
         self.world.after(LIMIT_SECONDS, self._give_up)
         self.world.after(LOOK_SECONDS * self.world.lot.random(), self._look)
-        self.world.after(LOOK_SECONDS * self.world.lot.random(), self._let_agents_look)
         self.world.run(lambda: self.launcher.finish is not None)
         assert self.launcher.finish is not None
         self._check_end(self.launcher.finish)
+        self._check_left()
 
     def tell(self, who: str, what: str) -> None:
         """Add to the story."""
@@ -123,16 +130,6 @@ class ElasticJob:
         self.wake(lambda: self.launcher.look(self.clock()))
         self.world.after(LOOK_SECONDS, self._look)
 
-    def _let_agents_look(self) -> None:
-        for agent in self._agents:
-            agent.look()
-        self.world.after(LOOK_SECONDS, self._let_agents_look)
-
-    @property
-    def _agents(self) -> list[Agent]:
-        """All agents that live, also those that the launcher has given up."""
-        return [each for each in self.network.agents if each.lives]
-
     # -- what happens
 
     def _happen(self, happening: Happening) -> None:
@@ -150,9 +147,9 @@ class ElasticJob:
             case "show":
                 self._show(dict(happening.hosts))
             case "leaving":
-                for agent in self._agents:
-                    if agent.host.name == host:
-                        agent.say("leaving", "it is reclaimed")
+                for agent in self._agents_of(host):
+                    agent.signals.append(signal.SIGTERM)
+                    agent.turn()
             case "stall":
                 ways = {TO_LAUNCHER: "to", FROM_LAUNCHER: "from"}.get(happening.way, "to and from")
                 text = f"sends nothing {ways} the launcher for {seconds:.3f} s"
@@ -165,7 +162,7 @@ class ElasticJob:
                 self.tell("launcher", f"is stopped for {seconds:.3f} s")
                 self._frozen = []
                 self.world.after(seconds, self._thaw)
-            case "jump":
+            case "jump" if not any(each.is_given_up for each in self.agents):
                 self.tell("launcher", f"has a clock that jumps by {seconds:.3f} s")
                 self._ahead = min(self._ahead + seconds, MOST_AHEAD_SECONDS)
                 self._set_timer()
@@ -176,18 +173,16 @@ class ElasticJob:
                 self.tell(worker.name, "is killed")
                 self.end(worker, KILLED)
             case "stop":
-                worker.stopped = worker.ended = True
+                worker.stop(by_signal=True)
+                worker.ended = True
                 self.tell(worker.name, "is stopped")
-                worker.agent.say("stopped", worker.number, after=0.1)
             case "pause" if not worker.stopped:
-                worker.stopped = True
+                worker.stop(by_signal=True)
                 self.tell(worker.name, f"is stopped for {seconds:.3f} s")
-                self.world.after(0.1 * self.world.lot.random(), lambda: self._see_stop(worker))
                 self.world.after(seconds, worker.go_on)
             case "hang" if not worker.stopped:
-                worker.stopped = True
+                worker.stop(by_signal=False)
                 self.tell(worker.name, f"hangs for {seconds:.3f} s")
-                self.world.after(HANG_SECONDS, lambda: self._see_hang(worker))
                 self.world.after(seconds, worker.go_on)
             case "late" if worker.epoch > worker.left and len(worker.members) > 1:
                 place = worker.members.index(worker.number) + 1
@@ -197,28 +192,17 @@ class ElasticJob:
             case "raise" if not worker.ended:
                 worker.ended = True
                 self.tell(worker.name, "raises ValueError")
-                worker.agent.say("raised", worker.number, "own ValueError", after=1e-3)
+                worker.home.say("raised", worker.number, "own ValueError")
                 self.world.after(0.3, lambda: self.exit(worker, 1))
             case "close" if not worker.ended:  # Without a driver it ends.
                 worker.ended = True
                 self.tell(worker.name, "loses its connection")
-                worker.agent.say("closed", worker.number, after=1e-4)
+                worker.home.soon(1e-4, lambda: worker.home.server.lose(worker))
                 seconds = 1.5 * self.world.lot.random()
                 self.world.after(seconds, lambda: self.exit(worker, 1))
             case "return" if worker.epoch > worker.left and not worker.ended | worker.stopped:
                 self._early.add(worker.number)
                 worker.leave_job()
-
-    def _see_stop(self, worker: Worker) -> None:
-        if worker.lives and worker.stopped:
-            worker.ended = True
-            worker.agent.say("stopped", worker.number, after=1e-3)
-
-    def _see_hang(self, worker: Worker) -> None:
-        if worker.lives and worker.stopped:
-            worker.ended = True
-            why = f"it has not answered for {HANG_SECONDS:g} seconds"
-            worker.agent.say("silent", worker.number, why)
 
     def _heal(self) -> None:
         self.network.down.clear()
@@ -234,9 +218,11 @@ class ElasticJob:
     def _lose_host(self, host: str) -> None:
         self.network.down.add(host)
         self.tell(f"host {host}", "is lost")
-        for agent in self._agents:
-            if agent.host.name == host:
-                agent.lose_host()
+        for agent in self._agents_of(host):
+            agent.lose_host()
+
+    def _agents_of(self, host: str) -> list[AgentProcess]:
+        return [each for each in self.agents if each.lives and each.host == host]
 
     # -- processes
 
@@ -248,8 +234,8 @@ class ElasticJob:
     def end(self, worker: Worker, code: int) -> None:
         """Let a process end with an exit code, or by minus a signal."""
         self.collectives.end(worker, 1e-3)
-        worker.agent.say("closed", worker.number, after=1e-4)
-        worker.agent.say("exit", worker.number, code, after=1e-3)
+        worker.home.soon(1e-4, lambda: worker.home.server.lose(worker))
+        worker.home.soon(1e-3, lambda: setattr(worker, "code", code))
 
     # -- invariants
 
@@ -284,6 +270,16 @@ class ElasticJob:
         elif self._held():
             names = [each.name for each in self._holders() if each.commit]
             raise BrokenError(ENDS, f"{names} hold commits, and the job fails: {finish.sentence}")
+
+    def _check_left(self) -> None:
+        """Let the launcher end its agents, and check that they leave nothing."""
+        self.launcher.let_end()
+        until = self.world.now + LEFT_SECONDS
+        self.world.run(lambda: self.world.now > until or not any(a.lives for a in self.agents))
+        left = [f"the agent of {each.host}" for each in self.agents if each.lives]
+        left += [each.name for each in self.workers.values() if each.lives]
+        if left:
+            raise BrokenError(ENDS, f"{', '.join(left)} run on after the end of the job")
 
     def _give_up(self) -> None:
         states = [

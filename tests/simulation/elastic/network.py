@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from hvdlite.launcher.agents.channel import BEATS
 from tests.simulation.elastic.programs import FROM_LAUNCHER, SILENCE_SECONDS, TO_LAUNCHER
 from tests.simulation.world import World
-
-if TYPE_CHECKING:
-    from tests.simulation.elastic.agents import Agent
 
 
 class Network:
@@ -21,7 +17,6 @@ class Network:
         self._busy: dict[object, float] = {}
         self._stalls: dict[tuple[str, int], tuple[float, float]] = {}  # From when, until when.
         self.down: set[str] = set()  # Hosts that were lost.
-        self.agents: list[Agent] = []  # All that have come.
 
     def stall(self, host: str, way: int, seconds: float) -> None:
         """Let nothing arrive for a while."""
@@ -48,4 +43,4 @@ class Network:
         at = self._world.now + 1e-4 * (0.5 + self._world.lot.random())
         until = self._stalls.get((host, way), (0.0, 0.0))[1]
         at = self._busy[key, way] = max(at, until, self._busy.get((key, way), 0.0))
-        self._world.after(at - self._world.now, action)
+        self._world.at(at, action)

@@ -53,6 +53,8 @@ class ElasticProgram:
     step_seconds: float = 0.1
     commit_every: int = 2
     happenings: tuple[Happening, ...] = ()
+    # Hosts that have fewer devices than slots; with none, they have not even the job's directory.
+    devices: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_graceful(self) -> bool:
@@ -88,11 +90,19 @@ def make_elastic_program(seed: int, *, calm: bool = False) -> ElasticProgram:
     troubles = _make_troubles(lot, happenings, graceful=graceful)
     if lot.random() < 0.3:
         troubles += _make_flap(lot, hosts)
+    if not graceful and lot.random() < 0.3:  # Both ends give up, and soon reach each other again.
+        seconds = SILENCE_SECONDS * (1.1 + 0.8 * lot.random())
+        at, host = lot.choice((0.5, 2.5)) * lot.random(), lot.choice(hosts)[0]
+        both = TO_LAUNCHER | FROM_LAUNCHER
+        troubles.append(Happening(at, "stall", host=host, seconds=seconds, way=both))
     kills = [each.at for each in happenings if each.kind == "kill"]
     if program.failures_by_host and kills:  # While what was on a host that is given up ends.
         at = lot.choice(kills) + 0.8 * lot.random()
         troubles.append(Happening(at, "jump", seconds=1.5 + 1.5 * lot.random()))
-    return replace(program, happenings=(*happenings, *troubles))
+    devices: tuple[tuple[str, int], ...] = ()
+    if lot.random() < 0.2:
+        devices = _make_devices(lot, program)
+    return replace(program, happenings=(*happenings, *troubles), devices=devices)
 
 
 def _make_happenings(
@@ -142,6 +152,16 @@ def _make_troubles(
             Happening(at, kind, lot.randrange(8), host, seconds=seconds, way=way, other=other)
         )
     return troubles
+
+
+def _make_devices(lot: random.Random, program: ElasticProgram) -> tuple[tuple[str, int], ...]:
+    """Draw hosts that cannot start all of their ranks: the others are enough for the job."""
+    lacking = {name: lot.choice((0, 1, 1, 2)) for name in "abcde" if lot.random() < 0.5}
+    for name, _ in program.hosts:
+        whole = sum(slots for each, slots in program.hosts if each not in lacking)
+        if whole < program.min_np:
+            lacking.pop(name, None)
+    return tuple(lacking.items())
 
 
 def _make_flap(lot: random.Random, hosts: tuple[tuple[str, int], ...]) -> list[Happening]:

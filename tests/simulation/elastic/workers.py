@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,10 @@ from tests.simulation.elastic.laws import ORDER
 from tests.simulation.world import BrokenError
 
 if TYPE_CHECKING:
-    from tests.simulation.elastic.agents import Agent
+    from tests.simulation.elastic.hosts import AgentProcess
     from tests.simulation.elastic.job import ElasticJob
+
+FIRST_PID = 1000  # Of the worker 0.
 
 
 @dataclass
@@ -24,14 +27,18 @@ class Saved:
 
 
 class Worker:
-    """A process that trains."""
+    """A process that trains. Has the methods of `RankProcess`, for its agent."""
 
-    def __init__(self, job: ElasticJob, agent: Agent, number: int, slot: int) -> None:
-        self.number, self.host, self.slot = number, agent.host.name, slot
-        self.agent = agent
+    def __init__(self, job: ElasticJob, home: AgentProcess, number: int) -> None:
+        self.number, self.host, self.slot = number, home.host, job.launcher.slots[number]
+        self.home = home
+        self.pid = FIRST_PID + number
+        self.code: int | None = None  # That its agent may know.
         self.name = f"worker {number}"
         self.lives = True
-        self.stopped = False  # By a signal: it does nothing, and has not ended.
+        self.stopped = False  # It does nothing, and has not ended,
+        self.stopped_by_signal = False  # as a signal has stopped it.
+        self.silent_since: float | None = None
         self.backlog: list[Callable[[], None]] = []  # What it does when it goes on.
         self.ended = False  # It was told to end, or is done, or raises.
         self.commit = 0
@@ -56,9 +63,16 @@ class Worker:
         elif self.lives:
             action()
 
+    def stop(self, *, by_signal: bool) -> None:
+        """Do nothing any more, until it goes on."""
+        self.stopped, self.stopped_by_signal = True, by_signal
+        self.silent_since = self._job.world.now
+
     def go_on(self) -> None:
         """Go on after a stop."""
-        self.stopped, backlog, self.backlog = False, self.backlog, []
+        self.stopped = self.stopped_by_signal = False
+        self.silent_since = None
+        backlog, self.backlog = self.backlog, []
         for action in backlog:
             self.act(action)
 
@@ -84,7 +98,31 @@ class Worker:
 
     def say(self, *frame: Any) -> None:
         if self.lives and not self.stopped:
-            self.agent.say("said", self.number, list(frame))
+            self.home.server.hear(self, list(frame))
+
+    def greet(self) -> None:
+        """Connect with the agent, and say hello."""
+        self.home.server.connect(self)
+        self.say("hello", self.pid)
+
+    # -- what its agent does with the process
+
+    def signal(self, number: int) -> None:
+        """End by a signal; after SIGTERM that may take its time."""
+        if number == signal.SIGKILL:
+            self._job.exit(self, -number)
+        elif self.lives:
+            self.ended = True
+            pause = self._job.world.lot.choice((0.0, 5.0))
+            end = lambda: self.act(lambda: self._job.exit(self, -number))  # noqa: E731
+            self._job.world.after(pause, end)
+
+    def end_group(self) -> None:
+        """It has no children."""
+        self.pid = 0
+
+    def drain(self) -> None:
+        """Nothing is printed."""
 
     # -- a world
 

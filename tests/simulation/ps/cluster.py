@@ -71,7 +71,7 @@ class Link:
             if self.open and target.lives:
                 action()
 
-        world.after(at - world.now, arrive)
+        world.at(at, arrive)
 
     def close(self, source: Node) -> None:
         """Let the other end see the end after what was sent before."""

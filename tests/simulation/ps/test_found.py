@@ -65,6 +65,16 @@ FOUND = {
             Blow(0.06117991736416267, "kill", "server 3", seconds=0.42179702853942),
         ),
     ),
+    # The clock on the wall had gone back when a scheduler came again, which gave a save an older
+    # number than that of the last one.
+    "a save by a clock that went back": PsProgram(
+        5011088, 3, 2, "async", None, 3, every=1, latency=0.005, pause=0.001,
+        blows=(
+            Blow(0.5990589439750813, "kill", "scheduler", seconds=0.04606996108011622),
+            Blow(0.18185041732025317, "jump", "scheduler", seconds=-902.8404790047441),
+        ),
+        scales=((1, 3),), saves=(2, 3),
+    ),
     # The push of a worker that was lost was lost with a server, too: its successor makes it again.
     "a push is lost with both of its ends": PsProgram(
         114014445, 3, 2, "sync", None, 1, every=1, latency=0.005,

@@ -69,7 +69,7 @@ class Network:
             if (source, target) not in self._cuts:
                 self._arrive(target, action)
 
-        self._world.after(at - self._world.now, arrive)
+        self._world.at(at, arrive)
 
     def stall(self, source: int, target: int, seconds: float) -> None:
         """Let nothing arrive for a while in one direction."""
@@ -111,7 +111,7 @@ class Network:
             at = max(at, self._busy_until[rank, peer, TOKENS])
         end = self.ends[peer]
         action = end.lose_control if kind == MESSAGES else end.lose_arrays
-        self._world.after(at - self._world.now, lambda: self._arrive(peer, lambda: action(rank)))
+        self._world.at(at, lambda: self._arrive(peer, lambda: action(rank)))
 
 
 class SimulatedTransport(InProcessTransport):

@@ -1,0 +1,336 @@
+"""The hosts of an elastic job in a world: real agents, and what they take from outside.
+
+The agent that runs on a host is the launcher's own (`agent_process.agent`): it starts workers and
+passes their words on, tells of those that are stopped or silent, and ends them where it hears
+nothing of the launcher. Its channel, its folder and its workers are played.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hvdlite.common.connections.frames import pack, unpack
+from hvdlite.launcher.agent_process import outside
+from hvdlite.launcher.agent_process.agent import Agent
+from hvdlite.launcher.agents import agent_connection
+from tests.simulation.elastic.programs import FROM_LAUNCHER, SILENCE_SECONDS, TO_LAUNCHER
+from tests.simulation.elastic.workers import FIRST_PID, Worker
+
+if TYPE_CHECKING:
+    from tests.simulation.elastic.job import ElasticJob
+
+# Of workers that the driver can count on no longer when it hears this.
+LAST_WORDS = ("stopped", "silent", "closed", "raised")
+EVENTS = -1  # The descriptor of the pipe in which workers say what occurs.
+
+
+class Way:
+    """What is between the launcher and one agent: two ends of a channel."""
+
+    def __init__(self, job: ElasticJob, host: str) -> None:
+        self.job, self.host = job, host
+        self.ends: dict[int, End] = {}  # By the way that its words go.
+        self.agent: AgentProcess | None = None  # Where it has come.
+        self.lost_at: float | None = None  # With its host.
+
+    def happen(self, end: End, action: Callable[[], None]) -> None:
+        """Let something happen at an end, and let who is there do what follows."""
+        if end.way == TO_LAUNCHER:
+            if self.agent is not None and self.agent.lives:
+                self.job.here = self.agent
+                action()
+                self.agent.turn()
+        else:
+            self.job.wake(action)
+
+
+def _other(way: int) -> int:
+    return TO_LAUNCHER if way == FROM_LAUNCHER else FROM_LAUNCHER
+
+
+class End:
+    """One end. Has the methods of `Channel`, whose descriptors are a `Way` and a direction here."""
+
+    def __init__(
+        self, loop: object, between: Way, way: int, *, received: Callable[[str, list[Any]], None],
+        ended: Callable[[], None], prologue: bytes = b"",
+    ) -> None:  # fmt: skip
+        self.way = way
+        self.open = self.says = True
+        self.queued_bytes = 0
+        self._between, self._received, self._ended = between, received, ended
+        self._world = between.job.world
+        between.ends[way] = self
+
+    def send_raw(self, data: bytes) -> None:
+        """Only the words of a shell could come before."""
+
+    def send(self, kind: str, *fields: Any) -> None:
+        if self.says:
+            if kind in LAST_WORDS:
+                self._between.job.workers[fields[0]].ended = True
+            head = pack((kind, *fields))
+            self._carry(lambda end: end.hear(unpack(head)))
+
+    def send_data(self, kind: str, *fields: Any, data: bytes) -> None:
+        self.send(kind, *fields, data)
+
+    def feed(self, messages: Iterator[tuple[Any, ...]], fed: Callable[[], None]) -> None:
+        def feed_all() -> None:
+            for message in messages:
+                self.send(*message)
+            fed()
+
+        self._world.after(1e-4, lambda: self.says and self._between.happen(self, feed_all))
+
+    def beat(self, now: float, silence_seconds: float) -> bool:
+        """Return whether the other end was heard in time: beats come while the way is free."""
+        silent = self._between.job.network.silence(self._between.host, _other(self.way))
+        if self._between.lost_at is not None:
+            silent = max(silent, self._world.now - self._between.lost_at)
+        return silent < silence_seconds
+
+    def close_writing(self) -> None:
+        """Say no more: the other end, which hears that, closes."""
+        if self.says:
+            self.says = False
+            self._carry(End.lose)
+
+    def close(self) -> None:
+        self.close_writing()
+        self.open = False
+
+    def _carry(self, action: Callable[[End], None]) -> None:
+        between = self._between
+
+        def arrive() -> None:
+            other = between.ends.get(_other(self.way))
+            if other is not None and other.open:
+                between.happen(other, lambda: action(other))
+
+        between.job.network.carry(between, between.host, self.way, arrive)
+
+    def hear(self, message: list[Any]) -> None:
+        self._received(message[0], message[1:])
+
+    def lose(self) -> None:
+        """See that the other end says no more."""
+        if self.open:
+            self.open = self.says = False
+            self._ended()
+
+
+class Leader:
+    """The process that leads to an agent, as ssh does. Has the methods of `LeadingProcess`."""
+
+    def __init__(self, job: ElasticJob, host: str) -> None:
+        self.way = Way(job, host)
+        self.code: int | None = None
+        self._said = ""
+        job.world.after(0.2 * job.world.lot.random(), self._arrive)
+
+    def take_streams(self) -> tuple[Any, int]:
+        return self.way, FROM_LAUNCHER
+
+    def _arrive(self) -> None:
+        """Come to the host, and start the agent, or tell that this cannot be done."""
+        if self.code is not None:
+            return
+        job, host = self.way.job, self.way.host
+        if job.network.reaches(host):
+            AgentProcess(self, dict(job.program.devices).get(host))
+        else:
+            self._said = "ssh: No route to host"
+            self.end(255)
+
+    def end(self, code: int) -> None:
+        """End, by itself or with the agent."""
+        if self.code is None:
+            self.code = code
+            self.way.job.wake(self.way.ends[FROM_LAUNCHER].lose)
+
+    def said(self) -> str:
+        """Return what it has printed."""
+        return self._said
+
+    def signal(self, number: int) -> None:
+        self.code = -number if self.code is None else self.code
+
+    def close(self) -> None:
+        self.signal(signal.SIGKILL)
+
+
+class AgentProcess:
+    """The process of an agent; its host has `devices` for ranks, None: as many as there are."""
+
+    def __init__(self, leader: Leader, devices: int | None) -> None:
+        self.leader, self.way = leader, leader.way
+        self.job, self.host = self.way.job, self.way.host
+        self.lives = True
+        self.workers: dict[int, Worker] = {}
+        self.signals: list[int] = []  # To the agent.
+        self.events: list[tuple[str, int, str]] = []
+        self.on_events: Callable[[int], object] = lambda _fd: None
+        self.server: Any = None
+        self.environ: dict[str, str] = {}
+        if devices is not None:
+            self.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices)))
+        self.is_fit = devices != 0
+        self._look_at = 0.0
+        self.way.agent = self
+        self.job.here = self
+        self.job.agents.append(self)
+        inbox: Any = SimpleNamespace(fileno=lambda: -2, take=self._signal, drain=lambda _fd: None)
+        between: Any = self.way
+        self.agent = Agent(between, TO_LAUNCHER, inbox)
+        self.agent.begin()
+        self.turn()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the launcher hears nothing of its end, for which it gives it time."""
+        return self.lives and not self.way.ends[FROM_LAUNCHER].open
+
+    def _signal(self) -> int | None:
+        return self.signals.pop(0) if self.signals else None
+
+    def turn(self) -> None:
+        """Let the agent do what follows from what has come."""
+        self.job.here = self
+        self.agent.turn()
+        if not self.agent.goes_on():
+            self.lives = False
+            self.job.network.carry(self.way, self.host, TO_LAUNCHER, lambda: self.leader.end(0))
+            return
+        world = self.job.world
+        look_at = world.now + self.agent.patience()
+        if self._look_at <= world.now or look_at < self._look_at:
+            self._look_at = look_at
+            world.at(look_at, lambda: self._look(look_at))
+
+    def _look(self, look_at: float) -> None:
+        if self.lives and look_at == self._look_at:
+            self.turn()
+
+    def soon(self, seconds: float, action: Callable[[], object]) -> None:
+        """Let something happen to it after about so many seconds."""
+
+        def happen() -> None:
+            if self.lives:
+                self.job.here = self
+                action()
+                self.turn()
+
+        self.job.world.after(seconds * (0.5 + self.job.world.lot.random()), happen)
+
+    def say(self, event: str, number: int, text: str) -> None:
+        """Take what a worker says in the pipe of events."""
+        self.events.append((event, number, text))
+        self.soon(1e-3, lambda: self.on_events(EVENTS))
+
+    def lose_host(self) -> None:
+        """End with the host, of which nobody hears."""
+        self.lives, self.way.lost_at = False, self.job.world.now
+        for worker in self.workers.values():
+            if worker.lives:
+                self.job.collectives.end(worker, SILENCE_SECONDS)
+
+
+class _Folder:
+    """Has the methods of `AgentFolder`."""
+
+    path, socket, events, events_fd = "/agent", "/agent/meeting", "/agent/events", EVENTS
+
+    def __init__(self, process: AgentProcess) -> None:
+        self._process = process
+        self._ended: list[int] = []
+
+    def said(self) -> Iterator[tuple[str, int, str]]:
+        events, self._process.events = self._process.events, []
+        yield from events
+
+    def begin_answer(self, number: int) -> None:
+        self._ended.append(number)
+
+    def next_answer_part(self, most_bytes: int) -> tuple[int | None, bytes]:
+        return (self._ended.pop(0) if self._ended else None), b""
+
+
+class _Server:
+    """Has the methods of `WorkerServer`: the workers of a host, and what they say."""
+
+    def __init__(
+        self, process: AgentProcess, said: Callable[[int, list[Any]], None],
+        ended: Callable[[int], None], expects: Callable[[int], bool],
+    ) -> None:  # fmt: skip
+        self.connected: dict[int, Worker] = {}
+        self.said, self.expects = said, expects
+        self._process, self._ended = process, ended
+        process.server = self
+
+    def connect(self, worker: Worker) -> None:
+        if self._process.lives and self.expects(worker.number):
+            self.connected[worker.number] = worker
+
+    def hear(self, worker: Worker, message: list[Any]) -> None:
+        if self._process.lives and worker.number in self.connected:
+            self.said(worker.number, message)
+            self._process.turn()
+
+    def lose(self, worker: Worker) -> None:
+        if self.connected.pop(worker.number, None) is not None:
+            self._ended(worker.number)
+
+    def send_head(self, number: int, head: bytes) -> None:
+        if number in self.connected:
+            self.connected[number].hear(unpack(head))
+
+    def hear_last_words(self, number: int) -> None:
+        """All have been heard."""
+
+    def silence(self) -> dict[int, float]:
+        now = self._process.job.world.now
+        return {number: now - (each.silent_since or now) for number, each in self.connected.items()}
+
+
+def _enter(job: ElasticJob) -> None:
+    if not job.here.is_fit:
+        raise FileNotFoundError(2, "No such file or directory")
+
+
+def _new_process(job: ElasticJob, environ: Mapping[str, str]) -> Worker:
+    worker = Worker(job, job.here, int(environ["HVDLITE_WORKER"]))
+    job.here.workers[worker.number] = job.workers[worker.number] = worker
+    job.world.after(job.world.lot.choice((0.05, 2.0)), lambda: worker.act(worker.greet))
+    return worker
+
+
+def _new_loop(job: ElasticJob) -> Any:
+    def listen(fd: int, handler: Callable[[int], object]) -> None:
+        if fd == EVENTS:
+            job.here.on_events = handler
+
+    return SimpleNamespace(listen=listen)
+
+
+def stand_ins(job: ElasticJob) -> list[tuple[Any, str, Any]]:
+    """Return what is outside of agents, and of the launcher's connections with them."""
+
+    def serve(_loop: object, _path: str, _secret: bytes, *calls: Any) -> _Server:
+        return _Server(job.here, *calls)
+
+    def state_of(number: int) -> str:
+        return "T" if job.workers[number - FIRST_PID].stopped_by_signal else "S"
+
+    return [
+        (outside, "now", job.world.clock), (outside, "environ", lambda: job.here.environ),
+        (outside, "enter", lambda _path: _enter(job)),
+        (outside, "EventLoop", lambda: _new_loop(job)),
+        (outside, "Channel", End), (outside, "AgentFolder", lambda: _Folder(job.here)),
+        (outside, "RankProcess", lambda _, environ, *_2, **_3: _new_process(job, environ)),
+        (outside, "serve_workers", serve), (outside, "state_of", state_of),
+        (agent_connection, "Channel", End),
+    ]  # fmt: skip
