@@ -51,6 +51,7 @@ class Network:
         self._stalls: dict[tuple[int, int], float] = defaultdict(float)  # Source, target -> end.
         self._cuts: set[tuple[int, int]] = set()
         self._with_arrays: dict[int, set[int]] = defaultdict(set)
+        self._gone: dict[int, float] = {}  # Rank -> after how long its peers see that.
         self._trees = [Tree(topology, rank, fan_out) for rank in range(topology.size)]
         self.ends = [SimulatedTransport(world, self, rank) for rank in range(topology.size)]
 
@@ -58,9 +59,11 @@ class Network:
         """Let `action` happen at `target` after a latency, and after all that was sent before."""
         if self.ends[source].process.killed or (source, target) in self._cuts:
             return
-        if kind == ARRAYS:
+        if kind == ARRAYS and target not in self._with_arrays[source]:
             self._with_arrays[source].add(target)
             self._with_arrays[target].add(source)
+            if target in self._gone:  # Nobody answers.
+                self._lose(target, source, ARRAYS, self._gone[target])
         key = source, target, kind
         at = max(self._busy_until[key], self._world.now + self._latency_between(source, target))
         at = self._busy_until[key] = max(at, self._stalls[source, target])
@@ -98,6 +101,7 @@ class Network:
 
     def close(self, rank: int, silence: float = 0.0) -> None:
         """Let the peers of a rank see that its connections are closed, after a `silence`."""
+        self._gone[rank] = silence
         local = set(self.topology.peers(rank))
         for peer in sorted((local | self._trees[rank].neighbours) - {rank}):
             self._lose(rank, peer, MESSAGES, silence)
