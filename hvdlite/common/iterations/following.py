@@ -20,7 +20,7 @@ from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.runtime import Runtime
 
 MOST_UNSETTLED = 256  # collectives and steps that gather before a thread that trains must settle
-MOST_UNASSIGNED = 2048  # reductions of gradients that wait for the end of their iteration
+MOST_UNASSIGNED = 20_000  # reductions of gradients that wait for the end of their iteration
 # The prefix of reductions by which ranks agree on the parameters that some rank trains.
 NO_GRADIENT = "allreduce.trainable_parameters."
 
@@ -189,12 +189,10 @@ class Following:
 
         Older ones are of gradients that were thrown away.
         """
-        runs = [run for run in self._unassigned if steps is None or steps.owns(run)]
-        if len(runs) == len(self._unassigned):
-            self._unassigned.clear()
-        else:
-            for run in runs:
-                self._unassigned.remove(run)
+        runs, others = list[SegmentRun](), list[SegmentRun]()
+        for run in self._unassigned:
+            (runs if steps is None or steps.owns(run) else others).append(run)
+        self._unassigned = deque(others, maxlen=MOST_UNASSIGNED)
         return [run for run in runs if run.end > since]
 
     def _step_ended(self, ended: EndedStep) -> None:
