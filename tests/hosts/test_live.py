@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -82,8 +83,10 @@ def test_ranks_on_other_hosts_take_orders_under_mpirun(lab: Lab) -> None:
     """They begin to count, and tell their stacks, though the launcher has no pipe there."""
     runtime = {"XDG_RUNTIME_DIR": "/run"}
     words = ("--launcher=mpirun", "-H", ALL, sys.executable, "-c", FOREVER)
-    with in_the_middle(lab, *words, **runtime):
+    with in_the_middle(lab, *words, **runtime) as job:
         done = lab.run("nodea", sys.executable, "-c", ASK, **runtime)
+        job.signal(signal.SIGINT)
+        job.finish(20)
     assert 'File "<string>", line' in done.stdout and "3 ranks" in done.stdout, done
 
 
