@@ -240,14 +240,14 @@ class Shard:
             message.kind == "rolled_back" and message.clock >= self.clock
         ):
             self._started = True
-            self._extra = {}
+            goes_back, self._extra = "goes_back" in self._extra, {}
             self._of = message.body.get("of")
             first = self._on_start
             if first is not None:
                 self._on_start = None
                 self.clock = self._first_clock = message.body["clock"]
                 first(message)
-            elif message.body["clock"] > self._first_clock:
+            elif message.body["clock"] > self._first_clock and not goes_back:
                 # The others have gone on without this worker, where its clock is a later one.
                 self.clock = max(self.clock, message.body["clock"])
             for word in ("push", "pull"):

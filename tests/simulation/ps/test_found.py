@@ -65,6 +65,15 @@ FOUND = {
             Blow(0.06117991736416267, "kill", "server 3", seconds=0.42179702853942),
         ),
     ),
+    # A server lost a step when it had just got its parts from others: all made that step again, and
+    # the servers that had it let it count twice.
+    "a step is lost after a move": PsProgram(
+        7017046, 2, 2, "sync", None, 2, latency=0.0001, pause=0.3,
+        blows=(
+            Blow(0.3078240461522201, "crash", "server 0", seconds=0.008174491273785136),
+            Blow(0.21790480383222452, "join", "server 4", seconds=0.25),
+        ),
+    ),
     # The clock on the wall had gone back when a scheduler came again, which gave a save an older
     # number than that of the last one.
     "a save by a clock that went back": PsProgram(
