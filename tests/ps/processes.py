@@ -17,7 +17,7 @@ import torch
 
 from tests.ps.sites import Site, enter_host
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS: float = 60
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.ps.preloaded"])
 

@@ -9,12 +9,12 @@ is larger than some MiB: each of its pages would be a page fault in each step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,8 +26,7 @@ Array = NDArray[Any]
 BLOCK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor of a table, as every worker must declare it."""
 
     name: str
@@ -42,6 +41,11 @@ class TensorSpec:
     @property
     def itemsize(self) -> int:
         return dtype_of(self.dtype).itemsize
+
+
+def specs_of_words(words: Iterable[Sequence[Any]]) -> list[TensorSpec]:
+    """Return the tensors of a message, which has the fields of each."""
+    return [TensorSpec(name, dtype, tuple(shape), group) for name, dtype, shape, group in words]
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

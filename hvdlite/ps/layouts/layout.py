@@ -11,15 +11,15 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
+from typing import Any, NamedTuple
 
 PART_BYTES = 4_096_000
 
 
-@dataclass(frozen=True, order=True)
-class Part:
+class Part(NamedTuple):
     """The elements `start` to `stop` of the flat tensor `key`, which `server` keeps."""
 
     key: int
@@ -35,6 +35,13 @@ class Layout:
     parts: tuple[Part, ...]
     itemsizes: tuple[int, ...]
     num_servers: int
+
+    @classmethod
+    def of(
+        cls, parts: Iterable[Sequence[Any]], num_servers: int, itemsizes: Sequence[int] = ()
+    ) -> Layout:
+        """Return the layout of parts as messages have them: the fields of each."""
+        return cls(tuple(Part(*part) for part in parts), tuple(itemsizes), num_servers)
 
     def bytes_of(self, part: Part) -> int:
         return (part.stop - part.start) * self.itemsizes[part.key]
@@ -140,7 +147,7 @@ def rebalance(layout: Layout, num_servers: int) -> Layout:
         if at < 0 or not kept[fullest][at][0]:
             break
         size, part = kept[fullest].pop(at)
-        insort(kept[emptiest], (size, replace(part, server=emptiest)))
+        insort(kept[emptiest], (size, part._replace(server=emptiest)))
         loads[fullest] -= size
         loads[emptiest] += size
     every = sorted(part for parts in kept for _, part in parts)

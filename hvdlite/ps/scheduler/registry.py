@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.layouts.blocks import TensorSpec, specs_of_words
 from hvdlite.ps.layouts.layout import PART_BYTES, Layout, Part, place
 from hvdlite.ps.tables.clocks import SYNC, Mode
 
@@ -125,7 +125,7 @@ class Registry:
             counts = len(known.specs), len(specs)
             raise differ(f"the number of tensors of the table '{name}'", *counts)
         for there, here in zip(known.specs, specs, strict=True):
-            for key in TensorSpec.__dataclass_fields__:
+            for key in TensorSpec._fields:
                 values = getattr(there, key), getattr(here, key)
                 if values[0] != values[1]:
                     raise differ(f"the {key} of '{there.name}' in the table '{name}'", *values)
@@ -138,7 +138,7 @@ class Registry:
         known = self._tables.get(name)
         if known is None:
             return {"specs": [], "options": []}
-        return {"specs": _rows_of(known.specs), "options": list(known.options)}
+        return {"specs": known.specs, "options": list(known.options)}
 
     # -- a scheduler that comes again
 
@@ -147,30 +147,24 @@ class Registry:
         tables = [
             [
                 name, table.first_key, table.declared_by, list(table.options),
-                _rows_of(table.specs), sorted(table.workers),
+                table.specs, sorted(table.workers),
             ]
             for name, table in self._tables.items()
         ]  # fmt: skip
-        parts = [[part.key, part.start, part.stop, part.server] for part in self.layout.parts]
         return {
-            "tables": tables, "parts": parts, "itemsizes": list(self.layout.itemsizes),
+            "tables": tables, "parts": self.layout.parts, "itemsizes": self.layout.itemsizes,
             "servers": self.layout.num_servers, "version": self.version, "reached": self.reached,
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` has returned."""
         for name, first_key, worker, options, specs, workers in state["tables"]:
-            known = tuple(TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in specs)
             self._tables[name] = _Table(
-                first_key, known, TableOptions(*options), worker, set(workers)
-            )
-        parts = tuple(Part(*part) for part in state["parts"])
-        self.layout = Layout(parts, tuple(state["itemsizes"]), state["servers"])
+                first_key, tuple(specs_of_words(specs)), TableOptions(*options), worker,
+                set(workers),
+            )  # fmt: skip
+        self.layout = Layout.of(state["parts"], state["servers"], state["itemsizes"])
         self.version, self.reached = state["version"], state["reached"]
-
-
-def _rows_of(specs: Sequence[TensorSpec]) -> list[list[Any]]:
-    return [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs]
 
 
 # Servers come and go while workers train: the decisions of the scheduler.

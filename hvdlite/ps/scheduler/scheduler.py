@@ -17,7 +17,7 @@ from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Me
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message, role_of
-from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.layouts.blocks import specs_of_words
 from hvdlite.ps.layouts.layout import rebalance
 from hvdlite.ps.scheduler.barrier import Barrier, CheckpointOrder
 from hvdlite.ps.scheduler.registry import Change, Registry, TableOptions
@@ -228,10 +228,9 @@ class Scheduler:
         change = self._changing(message)
         if change is None:
             return [_answer(peer, message, "failed", why="the change was given up")]
-        layout = change.layout
-        parts = [[each.key, each.start, each.stop, each.server] for each in layout.parts]
-        about = {"servers": layout.num_servers, "tables": self.registry.names()}
-        return [_answer(peer, message, "plan", parts=parts, **about)]
+        parts, servers = change.layout.parts, change.layout.num_servers
+        names = self.registry.names()
+        return [_answer(peer, message, "plan", parts=parts, servers=servers, tables=names)]
 
     def _ready(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self._member(peer), self._changing(message)
@@ -331,16 +330,15 @@ class Scheduler:
             return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
         if self._change is not None and message.table not in self.registry.tables_of(member.number):
             return []  # It is asked for again when the next layout counts.
-        specs = [TensorSpec(n, d, tuple(shape), g) for n, d, shape, g in message.body["specs"]]
+        specs = specs_of_words(message.body["specs"])
         options = TableOptions(*message.body["options"])
         first_key, parts = self.registry.declare(member.number, message.table, specs, options)
         self._keep()
-        rows = [[part.key, part.start, part.stop, part.server] for part in parts]
         about = {
             "layout": self.registry.version, "servers": self.registry.layout.num_servers,
             "first": self.registry.first_of(message.table),
         }  # fmt: skip
-        return [_answer(peer, message, "layout", first_key=first_key, parts=rows, **about)]
+        return [_answer(peer, message, "layout", first_key=first_key, parts=parts, **about)]
 
     def _meet(self, peer: bytes, message: Message) -> list[Answer]:
         member = self._member(peer)

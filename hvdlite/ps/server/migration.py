@@ -16,7 +16,7 @@ from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Answer, Message
-from hvdlite.ps.layouts.layout import Layout, Part
+from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.saved import SavedTable, join
@@ -136,8 +136,7 @@ class Migration:
         """Note what is to be done, in the client; the server's thread looks at it later."""
         if message.kind == "plan":
             self._names = message.body["tables"]
-            parts = tuple(Part(*part) for part in message.body["parts"])
-            self._plan = Layout(parts, (), message.body["servers"])
+            self._plan = Layout.of(message.body["parts"], message.body["servers"])
 
     def _send_tables(
         self, layout: Layout, borders: Mapping[str, Any], servers: Sequence[Sequence[Any]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.ps.layouts.blocks import Block, TensorSpec, blocks_of
+from hvdlite.ps.layouts.blocks import Block, TensorSpec, blocks_of, specs_of_words
 from hvdlite.ps.layouts.layout import Layout, Part
 from hvdlite.ps.tables.clocks import Mode
 from hvdlite.ps.tables.row_store import RowShare, RowsSpec
@@ -18,9 +18,8 @@ class TableDescription:
     def __init__(self, name: str, body: Mapping[str, Any]) -> None:
         self.body = body
         try:
-            specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
             self.name = name
-            self.specs: Sequence[TensorSpec] = specs
+            self.specs: Sequence[TensorSpec] = specs_of_words(body["specs"])
             self.mode = Mode(body["mode"], body["staleness"], body.get("scale"))
             self.average = bool(body["average"])
             self.first_key = int(body["first_key"])  # Of the parts of its first tensor.
@@ -53,7 +52,7 @@ def describe_table(
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "rows": rows and [rows.spec.fields, rows.server, rows.servers],
-        "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
+        "specs": [*specs],
         "first_key": first_key,
         "mode": mode.name,
         "staleness": mode.staleness,
@@ -64,11 +63,4 @@ def describe_table(
 
 
 def _words_of(blocks: Sequence[Block]) -> list[list[Any]]:
-    return [
-        [
-            block.dtype,
-            block.group,
-            [[part.key, part.start, part.stop, part.server] for part in block.parts],
-        ]
-        for block in blocks
-    ]
+    return [[block.dtype, block.group, block.parts] for block in blocks]

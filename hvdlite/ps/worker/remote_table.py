@@ -12,7 +12,7 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of, dtype_of
-from hvdlite.ps.layouts.layout import Layout, Part
+from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.description import describe_table
 from hvdlite.ps.tables.gradient_pieces import EarlySender, Gone, rest_of
@@ -79,7 +79,7 @@ class RemoteTable(TableShards):
 
     def _look_at(self, answer: Message) -> None:
         servers, self._first_key = answer.body["servers"], answer.body["first_key"]
-        layout = Layout(tuple(Part(*part) for part in answer.body["parts"]), (), servers)
+        layout = Layout.of(answer.body["parts"], servers)
         self._blocks = [blocks_of(self.specs, self._first_key, layout, n) for n in range(servers)]
 
     def _describe(self, server: int, servers: int) -> Mapping[str, Any]:

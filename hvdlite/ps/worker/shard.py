@@ -52,9 +52,9 @@ class Shard:
         self.layout = layout  # Its version, in which the server is to know the table.
         self._description = dict(description)
         self._first_values = values
-        self._pulled: Sequence[Buffer] | None = None
+        self.pulled: Sequence[Buffer] | None = None
         self._send = send
-        self._is_used = False  # Whether this worker has asked to take part.
+        self.is_used = False  # Whether this worker has asked to take part.
         self._started = False
         self._on_start: Callable[[Message | Exception], None] | None = None
         self._push: _Request | None = None
@@ -76,7 +76,7 @@ class Shard:
 
     def start(self, done: Callable[[Message | Exception], None]) -> None:
         """Take part; `done` gets the clock at which this worker goes on."""
-        self._on_start, self._is_used = done, True
+        self._on_start, self.is_used = done, True
         if self._error is None:
             self._say_start()
         else:
@@ -127,19 +127,19 @@ class Shard:
     def come_again(self) -> None:
         """Start anew at a server that does not know this worker."""
         self._started = False
-        if self._is_used:
+        if self.is_used:
             self._say_start()
 
     def take_over(self, other: Shard, version: int, pulled: Sequence[Buffer] | None) -> None:
         """Stand where `other` is, which is a shard of an older layout, with the values `pulled`."""
-        self.clock, self._numbers, self._is_used = other.clock, other._numbers, True
-        self.version, self._pulled = (version, pulled) if pulled is not None else (-1, None)
+        self.clock, self._numbers, self.is_used = other.clock, other._numbers, True
+        self.version, self.pulled = (version, pulled) if pulled is not None else (-1, None)
 
     def retire(self) -> None:
         """End what waits here: all pushes have come, and pulls are to be made anew."""
         self._ids.clear()
         self._error = MovedError()
-        self._is_used = False
+        self.is_used = False
         first, self._on_start = self._on_start, None
         if first is not None:
             first(MovedError())
@@ -162,15 +162,6 @@ class Shard:
         self._offer(self._first_values(), {REPLACES: True})
 
     @property
-    def is_used(self) -> bool:
-        """Whether this worker takes part in the table."""
-        return self._is_used
-
-    @property
-    def pulled(self) -> Sequence[Buffer] | None:
-        return self._pulled
-
-    @property
     def retired(self) -> bool:
         """Whether a shard of a later layout has taken its place."""
         return isinstance(self._error, MovedError)
@@ -188,7 +179,7 @@ class Shard:
     def go_back(self, error: PsRolledBack) -> None:
         """Go back to the step that another server has lost; what waits here fails with `error`."""
         if error.version < self.clock:
-            self._pulled, self.version, self.clock = None, -1, error.version
+            self.pulled, self.version, self.clock = None, -1, error.version
             self._extra = {"goes_back": error.version}
             self._fail_all(error)
             self.come_again()
@@ -220,7 +211,7 @@ class Shard:
             if self.records.enabled:
                 self._record(kind, message)
             if message.kind == "values":
-                self._pulled, self.version = message.payloads, message.clock
+                self.pulled, self.version = message.payloads, message.clock
                 if self._push is not None and self._push.message.clock < self.clock:
                     self._end("push", message)
                     self._push = None
@@ -231,10 +222,10 @@ class Shard:
         if replaced is not None:
             replaced()
         if message.kind == "wanted":
-            if self._pulled is None:
+            if self.pulled is None:
                 self.on_wanted(self)
             else:
-                self._offer(self._pulled, {})
+                self._offer(self.pulled, {})
         elif message.kind == "started" or (
             # What the server has lost this worker makes again anyway: it stands there no more.
             message.kind == "rolled_back" and message.clock >= self.clock
@@ -263,7 +254,7 @@ class Shard:
                 "on from that step"
             )
             self.clock = message.clock
-            self._pulled, self.version = None, -1
+            self.pulled, self.version = None, -1
             error = PsRolledBack(why, message.clock)
             self.on_rollback(error)  # Before anybody hears of it, who then forgets it.
             self._fail_all(error)

@@ -16,7 +16,7 @@ from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client, name_of
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.connections.records import Records
-from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.layouts.blocks import Array, TensorSpec, specs_of_words
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.worker.layout_follower import LayoutFollower
 from hvdlite.ps.worker.ordered_operations import MovedError
@@ -139,8 +139,7 @@ class Worker:
         body = self.ask(Message("declare", 0, name)).body
         if not body["specs"]:
             return None
-        specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
-        return specs, TableOptions(*body["options"])
+        return specs_of_words(body["specs"]), TableOptions(*body["options"])
 
     def _follow(self, declaration: Message, make: Callable[[Message], AnyTable]) -> AnyTable:
         """Return a table that is where the scheduler says, and follows it wherever it goes."""
@@ -208,8 +207,4 @@ class Worker:
 
 
 def _declaration(name: str, specs: Sequence[TensorSpec], options: TableOptions) -> Message:
-    body = {
-        "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
-        "options": list(options),
-    }
-    return Message("declare", 0, name, body=body)
+    return Message("declare", 0, name, body={"specs": [*specs], "options": list(options)})

@@ -97,8 +97,12 @@ def run(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--file", type=Path, help="go on with the jobs of it, and add to it")
     parser.add_argument("--minutes", type=float, help="how long, with --file, instead of --jobs")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_SECONDS, metavar="SECONDS",
+        help="after which a job hangs: more where others use the machine",
+    )  # fmt: skip
     given = parser.parse_args(arguments)
-    processes.LIMIT_SECONDS = LIMIT_SECONDS
+    processes.LIMIT_SECONDS = given.limit
     before: list[Line] = []
     if given.file is not None and given.file.exists():
         before = [Line.read(text) for text in given.file.read_text().splitlines()]
