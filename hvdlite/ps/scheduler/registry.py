@@ -106,9 +106,6 @@ class Registry:
         self.layout = layout
         self.version += 1
 
-    def names(self) -> list[str]:
-        return [*self._tables]
-
     def _compare(
         self, worker: int, name: str, known: _Table, specs: Sequence[TensorSpec],
         options: TableOptions,
@@ -206,10 +203,6 @@ class Change:
     ready: set[int] = field(default_factory=set)  # Servers that have what they need.
     borders: dict[str, dict[int, int]] | None = None  # Table -> worker -> its first step after it.
 
-    def servers(self) -> int:
-        """Return how many servers take part: those of both layouts."""
-        return max(self.layout.num_servers, self.old_layout.num_servers)
-
     def report(self, worker: int, clocks: Mapping[str, int]) -> None:
         """Take note that a worker holds its pushes back, and of the next step of each table."""
         if not self.is_quiet:
@@ -227,7 +220,8 @@ class Change:
         if self.is_quiet and self.borders is None and self.stands.keys() >= set(old):
             self.borders = {name: self._border(name, mode) for name, mode in self.modes.items()}
             self.borders = {name: border for name, border in self.borders.items() if border}
-        return self.borders is not None and self.ready >= set(range(self.servers()))
+        servers = max(self.layout.num_servers, self.old_layout.num_servers)
+        return self.borders is not None and self.ready >= set(range(servers))
 
     def _border(self, table: str, mode: str) -> dict[int, int]:
         own = {worker: clocks[table] for worker, clocks in self.clocks.items() if table in clocks}

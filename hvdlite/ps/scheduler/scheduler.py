@@ -229,7 +229,7 @@ class Scheduler:
         if change is None:
             return [_answer(peer, message, "failed", why="the change was given up")]
         parts, servers = change.layout.parts, change.layout.num_servers
-        names = self.registry.names()
+        names = [*change.modes]
         return [_answer(peer, message, "plan", parts=parts, servers=servers, tables=names)]
 
     def _ready(self, peer: bytes, message: Message) -> list[Answer]:

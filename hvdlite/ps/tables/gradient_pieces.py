@@ -102,14 +102,6 @@ def is_piece(body: Mapping[str, Any]) -> bool:
 # -- workers
 
 
-class Sending(NamedTuple):
-    """A piece for a server, and what the message says of it."""
-
-    server: int
-    body: Mapping[str, Any]
-    payload: memoryview
-
-
 class Gone(NamedTuple):
     """What was sent to a server before the push."""
 
@@ -185,8 +177,8 @@ class EarlySender:
 
     def pieces_of(
         self, tensor: int, gradient: Array, *, far: Collection[int]
-    ) -> Iterator[Sending]:  # fmt: skip
-        """Yield copies of the pieces of a flat gradient that go to servers that are `far`.
+    ) -> Iterator[tuple[int, Mapping[str, Any], memoryview]]:
+        """Yield servers that are `far`, what a message says of a piece, and a copy of it.
 
         They lie where the push has them, which then copies no more than the rest. Threads may call
         this at the same time for different tensors, and none while a step ends.
@@ -200,7 +192,7 @@ class EarlySender:
                 np.copyto(copy, own, casting="unsafe")  # Of another dtype, it is found at the end.
                 self._sent.setdefault(server, {})[piece] = tensor, start, copy
                 body = {PIECE: [[piece.block, piece.start]], ATTEMPT: self._attempt}
-                yield Sending(server, body, memoryview(copy.view(np.uint8).data))
+                yield server, body, memoryview(copy.view(np.uint8).data)
 
     def _array(self, server: int, block: int) -> Array:
         arrays = self._arrays.setdefault(server, {})

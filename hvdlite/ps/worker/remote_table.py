@@ -18,43 +18,8 @@ from hvdlite.ps.tables.description import describe_table
 from hvdlite.ps.tables.gradient_pieces import EarlySender, Gone, rest_of
 from hvdlite.ps.worker.ordered_operations import Begin, MovedError
 from hvdlite.ps.worker.server_link import ServerLink
-from hvdlite.ps.worker.shard import PsRolledBack, Shard
+from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.table_shards import TableShards
-
-
-class EarlyPushes:
-    """Sends pieces to the shards of one layout, and to no others.
-
-    A table that moves makes new ones: what was sent before belongs to shards that are retired, so
-    that the push is sent whole, or its pieces by the new ones.
-    """
-
-    def __init__(
-        self, client: Client, blocks: Sequence[Sequence[Block]], first_key: int,
-        shards: Sequence[Shard], links: Sequence[ServerLink],
-    ) -> None:  # fmt: skip
-        self._client, self._shards, self._links = client, shards, links
-        self._sender = EarlySender(blocks, first_key, partial(new_memory, client))
-
-    def send(self, tensor: int, gradient: Callable[[], Array]) -> None:
-        """Send what is large of the gradient of a tensor, if it goes to another host.
-
-        May be called in any thread; pieces go in the order of the calls.
-        """
-        if not self._sender.wants(tensor):
-            return
-        far = [server for server, link in enumerate(self._links) if not link.shares_memory]
-        if not far:
-            return
-        for server, body, payload in self._sender.pieces_of(tensor, gradient(), far=far):
-            self._client.call(partial(self._shards[server].push_piece, body, payload))
-
-    def end(self, tensors: Sequence[Array]) -> dict[int, Gone]:
-        """End a step with these gradients, or without any.
-
-        Return by server what was sent of them; a server that is not there is to get all of it.
-        """
-        return self._sender.end(tensors)
 
 
 def new_memory(client: Client, block: Block) -> Array:
@@ -75,7 +40,7 @@ class RemoteTable(TableShards):
     ) -> None:  # fmt: skip
         self.specs, self._values = list(specs), values
         super().__init__(answer, options, client, links, worker, declaration)
-        self._early = self._new_early(self._shards)
+        self._begin_early()
 
     def _look_at(self, answer: Message) -> None:
         servers, self._first_key = answer.body["servers"], answer.body["first_key"]
@@ -91,14 +56,19 @@ class RemoteTable(TableShards):
     def _first_values(self, server: int) -> Sequence[Buffer]:
         return self._cut(self._values(), server)
 
-    def _new_early(self, shards: Sequence[Shard]) -> EarlyPushes:
-        links = self._links(len(shards))
-        return EarlyPushes(self._client, self._blocks, self._first_key, shards, links)
+    def _begin_early(self) -> None:
+        """Send pieces to the shards of this layout from now on.
+
+        What was sent before belongs to shards that are retired, so that the push is sent whole, or
+        its pieces by the new ones.
+        """
+        sender = EarlySender(self._blocks, self._first_key, partial(new_memory, self._client))
+        self._early = sender, self._shards, self._links(len(self._shards))
 
     def move(self, answer: Message) -> None:
         """See `TableShards`."""
         super().move(answer)
-        self._early = self._new_early(self._shards)
+        self._begin_early()
 
     def _pulled(self) -> Callable[[int], Sequence[Buffer] | None]:
         tensors = [np.empty(spec.size, dtype_of(spec.dtype)) for spec in self.specs]
@@ -117,11 +87,11 @@ class RemoteTable(TableShards):
         try:
             self.raise_if_rolled_back()
         except PsRolledBack:
-            self._early.end(())
+            self._early[0].end(())
             raise
         self.gate.let_pass()
         pushes: list[Begin] = []
-        early = self._early.end(tensors)
+        early = self._early[0].end(tensors)
         for server, shard in enumerate(self._shards):
             gone = early.get(server)
             payloads = self._cut(tensors, server, gone) if tensors else []
@@ -132,9 +102,14 @@ class RemoteTable(TableShards):
     def push_early(self, tensor: int, gradient: Callable[[], Array]) -> None:
         """Send what is large of the flat gradient of a tensor, if it goes to another host.
 
-        The push compares it with what it is given then. May be called in any thread.
+        The push compares it with what it is given then. May be called in any thread; pieces go in
+        the order of the calls.
         """
-        self._early.send(tensor, gradient)
+        sender, shards, links = self._early
+        far = [server for server, link in enumerate(links) if not link.shares_memory]
+        if far and sender.wants(tensor):
+            for server, body, payload in sender.pieces_of(tensor, gradient(), far=far):
+                self._client.call(partial(shards[server].push_piece, body, payload))
 
     def pull(self, tensors: Sequence[Array]) -> None:
         """Pull the values that the next step needs into flat tensors.
