@@ -116,7 +116,7 @@ class RowWorker:
         links = [ServerLink(self.client, n, lambda: number) for n in range(len(servers))]
         for link, server in zip(links, servers, strict=True):
             link.follow(server.address)
-        answer = Message("layout", body={"servers": len(servers), "layout": 1})
+        answer = Message("layout", 0, "e", body={"servers": len(servers), "layout": 1})
         spec = TensorSpec("e", "float64", (50, 3))
         self.rows = RemoteRows(answer, spec, options, self.client, lambda _: links, number, answer)
 
