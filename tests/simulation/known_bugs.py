@@ -27,7 +27,7 @@ from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import Clocks
 from hvdlite.ps.worker.shard import Shard
-from tests.simulation.ps import cluster
+from tests.simulation.ps import disks
 
 KNOWN_BUGS: dict[str, Callable[[], Any]] = {}
 
@@ -240,5 +240,5 @@ ELASTIC_BUGS["workers outlive the loss of the launcher"] = lambda: patch.object(
     Agent, "_end_ranks", lambda self, patience_seconds: None
 )
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
-    cluster, "_sync", lambda file: None
+    disks, "sync", lambda file: None
 )

@@ -14,24 +14,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
-from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.scheduler.running import run_scheduler
 from hvdlite.ps.server.running import run_server
 from hvdlite.ps.tables.clocks import SSP, SYNC
-from hvdlite.ps.tables.updater import Added, Updater
 from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
-from tests.ps.test_tables import Momentum
 from tests.simulation.ps.cluster import Cluster
 from tests.simulation.ps.nodes import Node, here
+from tests.simulation.ps.oracle import SPECS, Oracle, first_values, gradients_of, new_updater
 from tests.simulation.ps.programs import Blow, PsProgram, named
 from tests.simulation.world import BrokenError, World
 
@@ -44,51 +43,6 @@ RESULTS, PROGRESS, STALENESS, ENDS = (
 # A job that makes no progress for so long will never make any: nodes come again sooner, and what
 # waits for a lost one is told sooner.
 PATIENCE_SECONDS = 40.0
-SPECS = [TensorSpec("a", "float64", (7,)), TensorSpec("b", "float64", (3, 2))]
-
-
-@lru_cache(maxsize=256)
-def gradients_of(step: int, worker: int) -> list[Array]:
-    """Return whole numbers, which add up to the same in all orders."""
-    made = np.random.default_rng([step, worker])
-    arrays = [made.integers(1, 1 << 40, spec.size).astype(np.float64) for spec in SPECS]
-    for array in arrays:
-        array.flags.writeable = False  # They are asked for again.
-    return arrays
-
-
-def first_values() -> list[Array]:
-    return [np.arange(spec.size, dtype=np.float64) for spec in SPECS]
-
-
-class Oracle:
-    """What numpy makes of all steps, in one process."""
-
-    def __init__(self, program: PsProgram) -> None:
-        if program.follows is None:
-            self.updater = new_updater(program)
-            self.updater.begin(first_values())
-            self.versions = [_copy(self.updater.values())]  # In sync, by the number of steps.
-        else:
-            before = Oracle(program.follows)
-            self.updater, self.versions = before.updater, before.versions
-        for step in range(program.loaded, program.steps):
-            terms = [gradients_of(step, worker) for worker in range(program.workers)]
-            if program.mode == SYNC:
-                scale = 1 / program.workers
-                terms = [[sum(each) * scale for each in zip(*terms, strict=True)]]
-            for term in terms:
-                self.updater.step(term, [])
-            self.versions.append(_copy(self.updater.values()))
-
-
-def new_updater(program: PsProgram) -> Updater:
-    """Return what runs on servers: with a state, or one that does not mind the order."""
-    return Momentum() if program.momentum and program.mode == SYNC else Added()
-
-
-def _copy(values: Sequence[Array]) -> list[Array]:
-    return [array.copy() for array in values]
 
 
 class PsJob:

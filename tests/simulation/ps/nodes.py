@@ -20,7 +20,8 @@ from hvdlite.common.plain.handles import Handle
 from tests.simulation.world import Action, Process, in_a_thread
 
 if TYPE_CHECKING:
-    from tests.simulation.ps.cluster import Cluster, Link, SimulatedListener
+    from tests.simulation.ps.cluster import Cluster
+    from tests.simulation.ps.links import Link, SimulatedListener
 
 
 class KilledThread(BaseException):

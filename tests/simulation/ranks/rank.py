@@ -15,12 +15,8 @@ from hvdlite.common.plain.entries import Entry, SegmentRun
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.timeline.recorder import Timeline
-from tests.simulation.ranks.programs import (
-    Call,
-    Epoch,
-    Quit,
-    Tensor,
-)
+from tests.simulation.ranks.calls import Call, Tensor
+from tests.simulation.ranks.programs import Epoch, Quit
 from tests.simulation.world import BrokenError
 
 if TYPE_CHECKING:

@@ -1,0 +1,60 @@
+"""What numpy makes of all steps of a job of the parameter server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.tables.clocks import SYNC
+from hvdlite.ps.tables.updater import Added, Updater
+from tests.ps.test_tables import Momentum
+from tests.simulation.ps.programs import PsProgram
+
+SPECS = [TensorSpec("a", "float64", (7,)), TensorSpec("b", "float64", (3, 2))]
+
+
+@lru_cache(maxsize=256)
+def gradients_of(step: int, worker: int) -> list[Array]:
+    """Return whole numbers, which add up to the same in all orders."""
+    made = np.random.default_rng([step, worker])
+    arrays = [made.integers(1, 1 << 40, spec.size).astype(np.float64) for spec in SPECS]
+    for array in arrays:
+        array.flags.writeable = False  # They are asked for again.
+    return arrays
+
+
+def first_values() -> list[Array]:
+    return [np.arange(spec.size, dtype=np.float64) for spec in SPECS]
+
+
+class Oracle:
+    """What numpy makes of all steps, in one process."""
+
+    def __init__(self, program: PsProgram) -> None:
+        if program.follows is None:
+            self.updater = new_updater(program)
+            self.updater.begin(first_values())
+            self.versions = [_copy(self.updater.values())]  # In sync, by the number of steps.
+        else:
+            before = Oracle(program.follows)
+            self.updater, self.versions = before.updater, before.versions
+        for step in range(program.loaded, program.steps):
+            terms = [gradients_of(step, worker) for worker in range(program.workers)]
+            if program.mode == SYNC:
+                scale = 1 / program.workers
+                terms = [[sum(each) * scale for each in zip(*terms, strict=True)]]
+            for term in terms:
+                self.updater.step(term, [])
+            self.versions.append(_copy(self.updater.values()))
+
+
+def new_updater(program: PsProgram) -> Updater:
+    """Return what runs on servers: with a state, or one that does not mind the order."""
+    return Momentum() if program.momentum and program.mode == SYNC else Added()
+
+
+def _copy(values: Sequence[Array]) -> list[Array]:
+    return [array.copy() for array in values]
