@@ -126,3 +126,9 @@ def test_a_gradient_that_is_summed_for_one_of_its_receivers(ranks: int) -> None:
     check_against_one_process(
         Shifted(4), [torch.randn(ranks, 4)], {"add": ((ranks, 1), (1, 1))}, ranks
     )
+
+
+def test_a_bias_whose_gradient_is_that_of_the_only_row() -> None:
+    """The weight is too large for its sum to be taken together with the bias's."""
+    part = nn.Sequential(nn.Linear(256, 300), nn.Tanh())
+    check_against_one_process(part, [torch.randn(2, 256)], {"0": ((2, 1), (1, 1))}, 2)

@@ -24,7 +24,8 @@ _IN_PYTHON: dict[Any, Callable[..., Any]] = {
     aten.reshape.default: torch.reshape, aten.transpose.int: torch.transpose,
     aten.scaled_dot_product_attention.default: functional.scaled_dot_product_attention,
 }  # fmt: skip
-# What they return, and the gradients of what they take, are tensors that nobody else has.
+# What they return, and the gradients of what they take first, are tensors that nobody else has.
+# The gradient of a bias may be that of the result, where there is one row.
 _OWN_RESULTS = {functional.linear, torch.mm, torch.bmm, torch.matmul}
 _OWN_GRADIENTS = _OWN_RESULTS | {torch.layer_norm}
 
@@ -99,7 +100,10 @@ class Builder:
                 (source,) = node.args
                 move.own(
                     source.target in _OWN_RESULTS and len(source.users) == 1,
-                    all(user.target in _OWN_GRADIENTS for user in node.users),
+                    all(
+                        user.target in _OWN_GRADIENTS and node not in user.args[2:]
+                        for user in node.users
+                    ),
                 )
 
     def join_sums(self, small: Mapping[Any, torch.dtype]) -> None:
