@@ -28,7 +28,7 @@ FIRST = {
     "a worker is stopped before it has connected": 35,
     "a slot is used again that had nothing for a worker": 523,
     "the restart of the scheduler amid scaling": 571,
-    "the restart of a server amid scaling": 198,
+    "the restart of a server amid scaling": 761,
     "a table is sent before all pushes of its border are here": 99,
 }
 
