@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.layouts.blocks import Block
+from hvdlite.ps.layouts.blocks import Array, Block
 from hvdlite.ps.layouts.layout import Part
 from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.clocks import SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
-from hvdlite.ps.tables.saved import SavedTable
+from hvdlite.ps.tables.saved import SavedTable, join
 from hvdlite.ps.tables.table import Saved
 from tests.ps.cluster import Cluster, train_in_one, trainers
 from tests.ps.cluster import bits as bits_of
@@ -53,6 +53,27 @@ def test_a_job_goes_on_from_its_own_snapshots_when_all_of_it_was_killed(
     assert again.table.clock == 3
     again.train(6)
     assert bits_of(again.values) == train_in_one(6, lambda _step: [0])
+
+
+@pytest.mark.timeout(60)
+def test_a_server_joins_hundreds_of_blocks() -> None:
+    """It answers nobody meanwhile, so the work may not grow with a power of their number."""
+    blocks = [Block("float32", 0, (Part(key, 0, 2, 0),)) for key in range(800)]
+    sources = []
+    for half in (blocks[:400], blocks[400:]):
+        values = [np.full(2, block.parts[0].key, np.float32) for block in half]
+        state: dict[str, Array] = {}
+        for number, value in enumerate(values):
+            state |= {f"{number}.m": -value, f"{number}.v": 2 * value, f"{number}.t": np.array(7)}
+        about = describe_table([], half, Mode(SYNC), average=True)
+        saved = Saved(values, state, 7, {0: 7}, [])
+        sources.append(SavedTable(TableDescription("table", about), saved))
+    about = describe_table([], blocks, Mode(SYNC), average=True)
+    joined, state = join(TableDescription("table", about), sources)
+    assert [array.tolist() for array in joined] == [[key, key] for key in range(800)]
+    assert len(state) == 3 * 800
+    assert all(state[f"{key}.m"].tolist() == [-key, -key] for key in range(800))
+    assert all(state[f"{key}.t"] == 7 for key in range(800))
 
 
 def test_the_newest_two_of_a_table_are_kept(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The part of a server in a change of the number of servers: what it sends, and what it takes.
 
-`Migration` hears of the change from the scheduler (see `scaling`). It sends parts of tables to
+`Migration` hears of the change from the scheduler (see `Change`). It sends parts of tables to
 other servers in the client's thread, again until they are taken. The server switches to the next
 layout when the scheduler says that it counts.
 """

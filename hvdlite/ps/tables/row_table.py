@@ -62,15 +62,14 @@ class RowTable(Table):
     """A table of rows. Each push has at most one row of an id."""
 
     updater: RowUpdater
+    # Of sync: the version before this one, the rows that the update has changed, and as they were.
+    _before: tuple[int, NDArray[np.int64], Array] | None = None
 
     @property
     def rows(self) -> RowShare:
         """Which rows there are, and which of them are here."""
         assert self.described.rows is not None
         return self.described.rows
-
-    # Of sync: the version before this one, the rows that the update has changed, and as they were.
-    _before: tuple[int, NDArray[np.int64], Array] | None = None
 
     def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         self.rows.check(_ids_of(message))

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -109,8 +108,8 @@ class SavedTable:
             parts[own].append(part)
             places[own].append(here)
         state = dict(self.saved.state)
-        for number in range(len(self.blocks)):
-            for name in _names_of(self, number):
+        for number, names in enumerate(_names_by_block(self)):
+            for name in names:
                 if self.state[name] == SLOT:
                     state[name] = _picked(state[name], places[number])
         blocks = [
@@ -146,10 +145,13 @@ def _picked(array: Array, places: Sequence[slice]) -> Array:
     return np.concatenate([array[place] for place in places]) if places else array[:0]
 
 
-def _names_of(source: SavedTable, number: int) -> dict[str, str]:
-    """Return the names in the state of a block, and what they are without the block."""
-    split = {name: name.partition(".") for name in source.state}
-    return {name: own for name, (block, _, own) in split.items() if block == str(number)}
+def _names_by_block(source: SavedTable) -> list[dict[str, str]]:
+    """Return for each block the names in its state, and what they are without the block."""
+    found: dict[str, dict[str, str]] = {}
+    for name in source.state:
+        block, _, own = name.partition(".")
+        found.setdefault(block, {})[name] = own
+    return [found.get(str(number), {}) for number in range(len(source.blocks))]
 
 
 def join(
@@ -168,7 +170,7 @@ def join(
     blocks, state = described.blocks, dict[str, Array]()
     values, filled = [block.new() for block in blocks], [0] * len(blocks)
     for source in sources:
-        names = [_names_of(source, number) for number in range(len(source.blocks))]
+        names = _names_by_block(source)
         for own, here, number, there, _ in _overlaps(source.blocks, blocks, shift):
             values[number][there] = source.saved.values[own][here]
             filled[number] += here.stop - here.start
@@ -178,8 +180,8 @@ def join(
                     if (known := _name(number, word)) not in state:
                         state[known] = np.zeros(blocks[number].size, array.dtype)
                     state[known][there] = array
-        for own, number in product(range(len(names)), range(len(blocks))):
-            _take_rest(source, own, state, number, blocks[number])
+        for own, words in enumerate(names):
+            _take_rest(source, own, words, blocks, state)
     for block, count in zip(blocks, filled, strict=True):
         if count != block.size:
             raise ValueError(f"{count} of {block.size} elements of a block have come")
@@ -187,14 +189,17 @@ def join(
 
 
 def _take_rest(
-    source: SavedTable, own: int, state: dict[str, Array], number: int, block: Block
-) -> None:
-    """Let a block have what another one of its kind has for all elements; each changes its own."""
+    source: SavedTable, own: int, words: Mapping[str, str], blocks: Sequence[Block],
+    state: dict[str, Array],
+) -> None:  # fmt: skip
+    """Let blocks have what another of their kind has for all elements; each changes its own."""
+    rest = {name: word for name, word in words.items() if source.state[name] == REST}
     there = source.blocks[own]
-    if (there.dtype, there.group) == (block.dtype, block.group):
-        for name, word in _names_of(source, own).items():
-            if source.state[name] == REST:
-                state.setdefault(_name(number, word), source.saved.state[name].copy())
+    for number, block in enumerate(blocks if rest else ()):
+        if (there.dtype, there.group) == (block.dtype, block.group):
+            for name, word in rest.items():
+                if (known := _name(number, word)) not in state:
+                    state[known] = source.saved.state[name].copy()
 
 
 def _name(block: int, own: str) -> str:

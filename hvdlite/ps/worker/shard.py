@@ -45,8 +45,8 @@ class Shard:
         self.table, self.server, self._worker = table, server, worker
         self.version = -1  # Of the last values that were pulled.
         self.clock = 0  # Of the next step.
-        # The clock that the server has given first. Steps before it, which other servers lack, are
-        # made again, and the server that has them must not let them count twice.
+        # The clock that the server has given first, or had when another one lost steps. Steps
+        # before it are made again, and the server that has them must not let them count twice.
         self._first_clock = 0
         self.operations = OrderedOperations()  # Pushes and pulls of which nobody awaits each.
         self.layout = layout  # Its version, in which the server is to know the table.
@@ -179,6 +179,7 @@ class Shard:
     def go_back(self, error: PsRolledBack) -> None:
         """Go back to the step that another server has lost; what waits here fails with `error`."""
         if error.version < self.clock:
+            self._first_clock = max(self._first_clock, self.clock)
             self.pulled, self.version, self.clock = None, -1, error.version
             self._extra = {"goes_back": error.version}
             self._fail_all(error)
@@ -231,14 +232,14 @@ class Shard:
             message.kind == "rolled_back" and message.clock >= self.clock
         ):
             self._started = True
-            goes_back, self._extra = "goes_back" in self._extra, {}
+            self._extra = {}
             self._of = message.body.get("of")
             first = self._on_start
             if first is not None:
                 self._on_start = None
                 self.clock = self._first_clock = message.body["clock"]
                 first(message)
-            elif message.body["clock"] > self._first_clock and not goes_back:
+            elif message.body["clock"] > self._first_clock:
                 # The others have gone on without this worker, where its clock is a later one.
                 self.clock = max(self.clock, message.body["clock"])
             for word in ("push", "pull"):
