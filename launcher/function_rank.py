@@ -84,6 +84,7 @@ def _answer_path(directory: str, rank: int) -> Path:
 def main() -> int:
     """Call the function, and leave the answer; 1 when it raised."""
     if WITH_INPUT in sys.argv:
+        sys.argv.remove(WITH_INPUT)  # The function may read the arguments of its program.
         task = os.dup(0)
         with open(os.devnull, "rb") as null:
             os.dup2(null.fileno(), 0)

@@ -112,13 +112,13 @@ class FirstFailure:
         return None
 
     def _first_alike(self, rank: int) -> int:
-        """Return the lowest of the ranks that have raised the same exception, if this one has."""
+        """Return the lowest of the ranks that failed by the same exception, if this one did."""
         if self.raised.get(rank) is not False:
             return rank
         return min(
             each
             for each, victim in self.raised.items()
-            if not victim and self.causes[each] == self.causes[rank]
+            if not victim and self.causes[each] == self.causes[rank] and self.codes.get(each) != 0
         )
 
 

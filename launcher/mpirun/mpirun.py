@@ -184,7 +184,10 @@ class MpirunJob(FixedJob):
         here = next((rank for rank in heard.running if rank in heard.here), None)
         if here is None:
             return f"rank {number} is on another host: a rank on this one would have to ask it"
-        rank_orders.pass_on(self.folders.temporary, here, number, line)
+        try:
+            rank_orders.pass_on(self.folders.temporary, here, number, line)
+        except ValueError as error:  # It is longer by what says to whom it goes.
+            return str(error)
         return ""
 
     def let_count(self) -> None:

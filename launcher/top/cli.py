@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import shutil
@@ -27,6 +26,7 @@ USAGE_CODE, NO_JOB_CODE = 2, 1
 ONCE_SECONDS = 10.0  # How long `--once` waits for ranks that have not told of steps yet.
 ONCE_SIZE = (120, 40)  # Where it is printed to no terminal.
 POLL_SECONDS = 0.5
+SILENT_SECONDS = 30.0  # After which a job is asked again that did not answer: it may be stopped.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +169,15 @@ def _show(jobs: list[Job], chosen: Job | None, loop: EventLoop) -> int:
         return JobPage(pages, connection, about["pid"], back=back)
 
     first = ListPage(pages, rows)
-    first.opened = lambda index: pages.turn_to(opened(running.jobs[index], first))
+
+    def open_job(pid: int) -> None:
+        job = next((job for job in running.jobs if job[1]["pid"] == pid), None)
+        if job is None:  # It has ended since the list was drawn.
+            first.look()
+        else:
+            pages.turn_to(opened(job, first))
+
+    first.opened = open_job
     return pages.run(first if chosen is None else opened(chosen, None))
 
 
@@ -179,6 +187,8 @@ class RunningJobs:
     def __init__(self, loop: EventLoop, jobs: Sequence[Job]) -> None:
         self._loop, self._jobs = loop, list(jobs)
         self._asked: list[JobConnection] = []
+        self._looks = False
+        self._silent: dict[str, float] = {}  # Sockets that did not answer, and since when.
 
     @property
     def jobs(self) -> list[Job]:
@@ -186,15 +196,31 @@ class RunningJobs:
         return sorted((job for job in self._jobs if job[0].open), key=_age)
 
     def look(self, changed: Callable[[], None]) -> None:
-        """Look for new jobs; `changed` is called when one has told what it is."""
+        """Look for new jobs; `changed` is called when one has told what it is.
+
+        What happens while a connection is made, such as the next look, is dealt with meanwhile.
+        """
+        if self._looks:
+            return
+        self._looks = True
+        try:
+            self._connect(changed)
+        finally:
+            self._looks = False
+
+    def _connect(self, changed: Callable[[], None]) -> None:
+        since = self._loop.now() - SILENT_SECONDS
+        self._silent = {path: when for path, when in self._silent.items() if when > since}
         self._jobs = [job for job in self._jobs if job[0].open]
         self._asked = [each for each in self._asked if each.open]
-        known = {
-            each.path for each in (*self._asked, *(connection for connection, _ in self._jobs))
-        }
+        known = {each.path for each in (*self._asked, *(job[0] for job in self._jobs))}
+        known.update(self._silent)
         for path in find_jobs(known)[0]:
-            with contextlib.suppress(Unreachable):
+            try:
                 connection = JobConnection(self._loop, path)
+            except Unreachable:
+                self._silent[path] = self._loop.now()
+            else:
                 self._asked.append(connection)
                 connection.ask([ABOUT], partial(self._told, connection, changed))
 

@@ -115,7 +115,7 @@ class ListPage(Page):
     """
 
     def __init__(self, pages: Pages, find: Callable[[], list[tuple[int, str]]]) -> None:
-        self.opened: Callable[[int], None] = lambda index: None
+        self.opened: Callable[[int], None] = lambda number: None
         self.said = ""  # What has become of the job that was shown.
         self._pages, self._find = pages, find
         self._rows: list[tuple[int, str]] = []
@@ -149,7 +149,7 @@ class ListPage(Page):
         elif key.isdecimal() and 0 < int(key) <= count:
             self._choose(int(key) - 1)
         elif key == ENTER and count:
-            self.opened(at)
+            self.opened(self._rows[at][0])
             return
         elif key in ("q", ESCAPE):
             self._pages.end()

@@ -47,6 +47,11 @@ def first_failure(*events: str) -> FirstFailure:
         ),
         # Rank 1 raised, and mpirun ended it with its shell because rank 0 had failed.
         (["raised 1 own", "raised 0 internal", "exit 0 1", "close 0", "lose 1"], Failure(1, 1)),
+        # Both raised the same, and rank 0 ended well in spite of it.
+        (
+            ["raised 0 own bad", "raised 1 own bad", "exit 0 0", "exit 1 1"],
+            Failure(1, 1, cause="bad"),
+        ),
     ],
 )
 def test_the_first_cause_is_found(events: list[str], failure: Failure | None) -> None:

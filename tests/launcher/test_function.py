@@ -138,6 +138,19 @@ def test_a_call_from_another_python_is_refused_before_it_is_unpickled(tmp_path: 
     assert "/no/such/path" not in sys.path
 
 
+def test_a_rank_that_ends_with_its_input_has_no_arguments(tmp_path: Path) -> None:
+    """The function may parse those of its program."""
+    call = function_rank.dump_call((lambda: sys.argv[1:], (), {}))
+    (tmp_path / function_rank.CALL).write_bytes(call)
+    words = [sys.executable, "-m", "hvdlite.launcher.function_rank", function_rank.WITH_INPUT]
+    given = {"HVDLITE_RANK": "0", function_rank.CALL_VARIABLE: str(tmp_path)}
+    with subprocess.Popen(
+        words, env=environment() | given, stdin=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.wait(60) == 0
+    assert function_rank.read_answers(str(tmp_path), [0]) == {0: []}
+
+
 def test_large_calls_and_answers_come_whole() -> None:
     data = os.urandom(9_000_001)
     assert hvdlite.run(lambda part: part[::-1], (data,), np=2) == [data[::-1]] * 2

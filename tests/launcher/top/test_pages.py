@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from hvdlite.launcher.live.keyboard import ENTER
 from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.questions import runtime_folder
-from hvdlite.launcher.top import cli, pages
+from hvdlite.launcher.top import cli, connection, pages
 from hvdlite.launcher.top.connection import JobConnection
 from tests.launcher.live.test_table import CODES, job
 from tests.launcher.questions.test_service import Served
@@ -102,8 +103,8 @@ class Top:
         self.wait(lambda: text in self.screen.text)
 
     def close(self) -> None:
-        for connection in self._connected:
-            connection.close()
+        for each in self._connected:
+            each.close()
         for service in self.services:
             service.close()
         self.loop.close()
@@ -156,6 +157,39 @@ def test_two_jobs(top: Top) -> None:
     assert not top.pages._over
     top.press("q")
     assert top.pages._over
+
+
+def test_a_job_that_is_stopped(top: Top, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is asked once for a while, and keys are heard meanwhile."""
+    monkeypatch.setattr(connection, "REACH_SECONDS", 0.5)
+    monkeypatch.setattr(pages, "LOOK_SECONDS", 0.02)
+    dialled: list[str] = []
+    reach = connection.reach
+    monkeypatch.setattr(
+        connection, "reach", lambda *args: dialled.append(args[1][0].path) or reach(*args)
+    )
+    path = str(tmp_path / "hvdlite" / "7.sock")
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(path)
+        stopped.listen(64)
+        top.show()
+        assert dialled == [path]
+        end = top.loop.now() + 0.5
+        top.pages._look()
+        while top.loop.now() < end:
+            top.loop.run_once(0.02)
+    assert dialled == [path]
+    assert "2  pid 2" in top.screen.text
+    Path(path).unlink()
+
+
+def test_a_job_that_ends_while_the_list_is_shown(top: Top) -> None:
+    top.show()
+    top.press("2")
+    top.services.pop(0).close()
+    top.wait(lambda: not top.jobs[0][0].open)
+    top.press(ENTER)
+    top.wait_for("3 ranks |")
 
 
 def test_only_one_job(top: Top) -> None:
