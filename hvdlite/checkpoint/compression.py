@@ -7,7 +7,7 @@ as the row of another rank may count once only, and gives them what all ranks sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,16 @@ def _to_load(manifest: Manifest, prefix: str, ranks: int) -> dict[str, Any]:
             shape = (1, *shape[1:])
         tree[kind][key] = np.zeros(shape, numpy_dtype(record.dtype))
     return tree
+
+
+def uncommon(facts: Sequence[Mapping[str, str]]) -> set[str]:
+    """Return the names of what is to be left out of a save, given the facts of all ranks.
+
+    That is what some ranks have not sent of a tensor while others have nothing of it: those that
+    have come to a job later, or have loaded another state, until they have made a step.
+    """
+    names = {name for each in facts for name in each if f"{KEY}.residuals." in name}
+    return {name for name in names if len({each.get(name) for each in facts}) > 1}
 
 
 def restored(loaded: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdlite.checkpoint import files, manifest, trees
+from hvdlite.checkpoint import compression, files, manifest, trees
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.manifest import Folder, Manifest, Record
 from hvdlite.checkpoint.tensors import Array, Tensors, kinds_of
@@ -30,6 +30,16 @@ class Plan:
         """What all ranks must agree about."""
         return {name: str(record) for name, record in self.records.items()}
 
+    def digest(self) -> bytes:
+        """Return what is equal on ranks that agree."""
+        return hashlib.sha256(repr(sorted(self.facts.items())).encode()).digest()
+
+    def without(self, names: Container[str]) -> Plan:
+        """Return the same plan for all other tensors."""
+        records = {name: each for name, each in self.records.items() if name not in names}
+        tensors = {name: each for name, each in self.tensors.items() if name not in names}
+        return Plan(records, tensors, self.values)
+
 
 def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors) -> None:
     """Write a checkpoint of the state of all ranks to `folder`."""
@@ -42,10 +52,14 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
         plans.append(plan_of(state, layouts, tensors, ranks))
         if rank == 0:
             folder.prepare()
-        return hashlib.sha256(repr(sorted(plans[0].facts.items())).encode()).digest()
+        return plans[0].digest()
 
     try:
         digests = together(what, prepare)
+        if len(set(digests)) > 1:
+            left_out = compression.uncommon(together(what, lambda: plans[0].facts))
+            plans[0] = plans[0].without(left_out)
+            digests = together(what, plans[0].digest)
         check_same(what, plans[0].facts, digests)
         arrays = _arrays_to_write(plans[0], tensors, rank)
         names = [file_name(each, ranks) for each in range(ranks)]

@@ -200,6 +200,31 @@ def test_training_goes_on_from_a_state_dict(compressor: FeedbackCompressor, tmp_
     run_ranks(SIZE, main)
 
 
+def test_a_rank_that_has_nothing_unsent_can_save(tmp_path: Path) -> None:
+    """As one that has come to an elastic job, until its first step."""
+    pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
+    left_out, *kept = SHAPES
+
+    def main(rank: int) -> Any:
+        named = parameters()
+        optimizer = distributed(named, Int8())
+        state = optimizer._exchange.feedback.state
+        train(optimizer, named, rank, range(2))
+        if rank == 1:
+            saved = state.save()
+            saved["residuals"] = {key: saved["residuals"][key] for key in kept}
+            state.load(saved)
+        hvd.checkpoint.save(tmp_path / "it", {"optimizer": optimizer})
+        before = state.save()["residuals"]
+        hvd.checkpoint.load(tmp_path / "it", {"optimizer": optimizer})
+        return before, state.save()["residuals"]
+
+    for before, after in run_ranks(2, main):
+        assert left_out not in after
+        for key in kept:
+            np.testing.assert_array_equal(before[key], after[key])
+
+
 @every_compressor
 @pytest.mark.parametrize("size", [SIZE, 2])
 def test_training_goes_on_from_a_checkpoint(

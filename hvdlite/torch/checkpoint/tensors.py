@@ -110,7 +110,8 @@ def _module(module: torch.nn.Module) -> Owner:
 
 def is_dtensor(value: Any) -> TypeGuard[Any]:
     """Return whether `value` is a DTensor, without importing what has them."""
-    return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor"
+    kinds = type(value).__mro__ if isinstance(value, torch.Tensor) else ()
+    return any(kind.__name__ == "DTensor" for kind in kinds)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
