@@ -167,7 +167,7 @@ class IterationHooks:
             self._handles.append(optimizer.register_step_pre_hook(self._on_step_start))
         self._output_hooks: list[Any] = []
         exchange: Any = getattr(optimizer, "_exchange", None)
-        if exchange is not None and exchange.hooks_all:
+        if getattr(exchange, "hooks_all", False):  # Not the exchange of a sharded state.
             self._handles.append(
                 _Listening(exchange, "before_waiting", steps.backward_ended)
                 if steps.coarse

@@ -27,7 +27,7 @@ def of_tensor(name: str, tensor: torch.Tensor, shown: str = "") -> Compared:
     data = tensor.detach()
     if data.is_conj() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
-    flat = data.reshape(-1).view(torch.uint8)  # A copy where it is not contiguous.
+    flat = data.contiguous().reshape(-1).view(torch.uint8)
 
     def block(number: int) -> bytes:
         part = flat[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] if number or large else flat

@@ -62,6 +62,19 @@ def test_each_rank_has_its_part_of_the_state() -> None:
     assert len(set(sizes)) == 1 and count * 2 <= 4 * sizes[0] <= 2 * (count + 16 * 6 + 64)
 
 
+def test_steps_are_counted() -> None:
+    def main(rank: int) -> float:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), shard_state=True
+        )
+        hvd.metrics()  # Which counts from here on.
+        train(rank, model, optimizer)
+        return float(hvd.metrics()["steps_total"])
+
+    assert run_ranks(2, main) == [STEPS, STEPS]
+
+
 def test_passes_accumulate() -> None:
     def body(rank: int, model: nn.Module, optimizer: Any) -> None:
         for number in range(0, STEPS, 2):

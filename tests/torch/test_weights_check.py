@@ -19,7 +19,7 @@ from torch import nn
 import hvdlite.torch as hvd
 from hvdlite.common.plain.comparison import BLOCK_BYTES, sums_of
 from hvdlite.common.plain.config import Config
-from hvdlite.torch.weights import sums_on_device
+from hvdlite.torch.weights import of_tensor, sums_on_device
 from tests.elastic_job import ElasticJob, Worker
 from tests.ranks import run_ranks
 from tests.torch.small_net import loss_of, net
@@ -244,7 +244,14 @@ def test_nothing_is_compared_without_the_setting() -> None:
 def test_sums_of_devices_are_those_of_numpy(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     assert sums_on_device(torch.from_numpy(data)).tolist() == sums_of(data).tolist()
-    part = torch.from_numpy(np.concatenate([data[:4], data]))[
-        min(size, 4) :
-    ]  # No word begins there.
+    skipped = min(size, 4)  # No word begins there.
+    part = torch.from_numpy(np.concatenate([data[:4], data]))[skipped:]
     assert sums_on_device(part).tolist() == sums_of(data).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_tensors_that_are_parts_of_others(dtype: torch.dtype) -> None:
+    whole = torch.arange(20_000).reshape(200, 100).to(dtype)
+    for part in (whole[:, 0], whole[:, 0:1], whole[0, ::2], whole[:1, 0].expand(5), whole.T):
+        other = torch.tensor(part.tolist(), dtype=dtype)
+        assert of_tensor("x", part).facts() == of_tensor("x", other).facts()

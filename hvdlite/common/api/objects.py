@@ -57,7 +57,7 @@ def allgather_object(
 class GatherByRank:
     """Exchanges objects between the ranks of a set; the exchanges are named after the label."""
 
-    def __init__(self, label: str, process_set: ProcessSet) -> None:
+    def __init__(self, label: str, process_set: ProcessSet = global_process_set) -> None:
         self._label, self._process_set = label, process_set
 
     def __call__(self, name: str, obj: Any) -> dict[int, Any]:
@@ -73,11 +73,6 @@ class GatherByRank:
         mine = np.frombuffer(body, np.uint8).reshape(1, -1)
         rows = _forms.allgather(mine, f"{self._label}.{name}", self._process_set)
         return bool((rows == mine).all())
-
-
-def gather_by_rank(label: str, process_set: ProcessSet = global_process_set) -> GatherByRank:
-    """Return what exchanges objects under names that begin with the label."""
-    return GatherByRank(label, process_set)
 
 
 def _pickle(obj: Any) -> Array:

@@ -287,7 +287,8 @@ def leave_out_own_frames(error: BaseException) -> None:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt)
+    """Return whether `error` is an interrupt that hides no other error."""
+    return all(isinstance(each, KeyboardInterrupt) for each in _chain(error))
 
 
 def _is_victim(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from hvdlite.common.api.objects import gather_by_rank
+from hvdlite.common.api.objects import GatherByRank
 from hvdlite.common.base.errors import DEPARTED, HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.common.elastic.notification import notification_manager
 from hvdlite.common.elastic.source import source_of
@@ -35,7 +35,7 @@ def compare_ranks(tensors: Callable[[], Iterable[Compared]]) -> None:
     if runtime is not None and runtime.config.elastic_check:
         remedy = "Call commit() at the same points on all ranks, and change weights alike on all"
         what = "the state after the reset is not the same"
-        compare([*tensors()], what, remedy, gather_by_rank("elastic.check"))
+        compare([*tensors()], what, remedy, GatherByRank("elastic.check"))
 
 
 R = TypeVar("R")

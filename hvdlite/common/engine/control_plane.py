@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
@@ -91,8 +92,9 @@ class ControlPlane:
         self._deadlocks = DeadlockDetector()
         # The number of the question of rank 0 for which tensors this rank waits; 0 once `answer`ed.
         self.asked = 0
-        # Called with an order of the launcher for this rank, on the engine thread.
-        self.take_order: Callable[[str], None] = lambda line: None
+        # Orders of the launcher that came before `take_orders`, and what gets them from then on.
+        self._early_orders: deque[str] = deque()
+        self._take_order: Callable[[str], None] | None = None
         self._stacks: dict[int, str] = {}  # What rank 0 has shown of each rank's main thread.
         self._watches_stalls = not config.stall_check_disable and (
             config.stall_warning_seconds > 0 or config.stall_shutdown_seconds > 0
@@ -305,8 +307,19 @@ class ControlPlane:
             _tell_of_stall("\n".join([first.partition(". ")[0] + ":", *ranks]))
 
     def pass_order(self, rank: int, line: str) -> None:
-        """Give an order of the launcher to a rank, or to EVERY_RANK: to `take_order` there."""
+        """Give an order of the launcher to a rank, or to EVERY_RANK."""
         self._on_launcher_order(LauncherOrder(rank, line))
+
+    def take_orders(self, take: Callable[[str], None]) -> None:
+        """Let ``take(line)`` have the orders of the launcher for this rank, from any thread."""
+        self._take_order = take
+        self._hand_over_orders()
+
+    def _hand_over_orders(self) -> None:
+        # Either this thread finds an order that came meanwhile, or the other one finds `take`.
+        while self._take_order is not None and self._early_orders:
+            with suppress(IndexError):
+                self._take_order(self._early_orders.popleft())
 
     def _on_launcher_order(self, message: LauncherOrder) -> None:
         if not (self._tree.is_root or message.descends):
@@ -314,7 +327,8 @@ class ControlPlane:
             return
         self._send_down(message._replace(descends=1))
         if message.rank in (self._rank, EVERY_RANK):
-            self.take_order(message.line)
+            self._early_orders.append(message.line)
+            self._hand_over_orders()
 
     def _on_clock_query(self, message: ClockQuery) -> None:
         if self._tree.is_root:

@@ -232,9 +232,10 @@ class Engine:
     def take_launcher_orders(self, take: Callable[[str], None]) -> None:
         """Let ``take(line)`` have the orders of the launcher that other ranks have passed on.
 
-        It is called on the engine thread, and must not wait.
+        Those that have come before are handed over at once. `take` is called on the engine thread,
+        too, and must not wait.
         """
-        self._control_plane.take_order = take
+        self._control_plane.take_orders(take)
 
     def pass_launcher_order(self, rank: int, line: str) -> None:
         """Pass an order of the launcher on to a rank, or to EVERY_RANK; any thread, never waits."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
-from hvdlite.common.api.objects import gather_by_rank
+from hvdlite.common.api.objects import GatherByRank
 from hvdlite.common.gradients.reducer import Reducer
 from hvdlite.common.plain.comparison import Compared, compare
 from hvdlite.common.runtime import worlds
@@ -62,7 +62,7 @@ class WeightsCheck:
         remedy = _FROM_THE_BEGINNING
         if self._equal_at:
             remedy = f"They were equal after step {self._equal_at}. {_SINCE_THEN}"
-        gather = gather_by_rank(f"weights.{self._label}", self._process_set)
+        gather = GatherByRank(f"weights.{self._label}", self._process_set)
         compare([*tensors], what, remedy, gather)
         self._equal_at = self._steps
 

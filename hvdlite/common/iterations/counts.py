@@ -223,7 +223,8 @@ class Counts(Following):
         while not self._stopping.wait(self._period()):
             runtime = self._runtime
             values = self.values()
-            longest, self._longest = self._longest, (0.0, "")
+            with self._settling:
+                longest, self._longest = self._longest, (0.0, "")
             _, tensor = max([longest, *self._outstanding()[:1]])
             sample = Sample(runtime.rank, runtime.topology.size, values, tensor)
             tell_launcher("live", pack(sample))

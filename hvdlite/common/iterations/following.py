@@ -135,8 +135,8 @@ class Following:
         if len(self._seen) >= MOST_UNSETTLED:
             self._settle_if_free()
         accepted = ended.times.fp_start is not None
-        if accepted and self._on_end is not None:
-            self._on_end()
+        if accepted:
+            self._tell_end()
         return accepted or self._block is not None
 
     def _enter(self, block: IterationMarks) -> None:
@@ -148,8 +148,13 @@ class Following:
     def _exit(self, block: IterationMarks) -> None:
         self._seen.append(Occurrence(self._block_ended, block))
         self._block = None
-        if block.end is not None and self._on_end is not None:
-            self._on_end()
+        if block.end is not None:
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        on_end = self._on_end  # Another thread may set it to None.
+        if on_end is not None:
+            on_end()
 
     # -- later
 

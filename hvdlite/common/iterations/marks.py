@@ -121,6 +121,7 @@ class IterationMarks:
         self._forward_end: float | None = None
         self._backward_end: float | None = None
         self._reduced: float | None = None
+        self._over = False
 
     def forward_done(self) -> None:
         """Mark that the model has its output; the last call counts."""
@@ -136,7 +137,9 @@ class IterationMarks:
 
     def discard(self) -> None:
         """End the block without a row."""
-        self._end(self)
+        if not self._over:
+            self._over = True
+            self._end(self)
 
     def __enter__(self) -> IterationMarks:
         self._begin(self)
@@ -144,9 +147,9 @@ class IterationMarks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if kind is None:
+        if kind is None and not self._over:
             self.end = now()
-        self._end(self)
+        self.discard()
 
     def finished(
         self, runs: Sequence[SegmentRun], hooked: Sequence[IterationTimes]

@@ -133,6 +133,8 @@ def compare(tensors: Sequence[Compared], what: str, remedy: str, gather: Gather)
     different = [
         name for name in names if len({theirs.get(name) for theirs in of_ranks.values()}) > 1
     ]
+    if not different:
+        raise RuntimeError(f"{what}: another thread changed them meanwhile. {remedy}")
     groups = _groups({rank: theirs.get(different[0]) for rank, theirs in of_ranks.items()})
     mine_of_it = next((tensor for tensor in tensors if tensor.name == different[0]), None)
     element = _first_element(mine_of_it, groups, gather)

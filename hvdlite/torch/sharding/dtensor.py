@@ -54,7 +54,7 @@ class _Gradient(DTensor):
         of_dtensors: Any = super().__torch_dispatch__
         return of_dtensors(func, types, args, kwargs or {})
 
-    # What a user keeps of one, of a hook or of `torch.autograd.grad`, is of torch's class as well.
+    # Hooks and `torch.autograd.grad` give this class to a user; copies of it are of torch's.
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(_made(self._local_tensor, self._spec), memo)

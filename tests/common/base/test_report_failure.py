@@ -58,20 +58,28 @@ def test_the_line_of_an_error_is_the_script_s() -> None:
     assert said.endswith(f" ({__file__}, line {caught.value.__traceback__.tb_lineno})")
 
 
+@pytest.mark.parametrize("hidden", [False, True])
 def test_ctrl_c_is_a_line_of_the_launcher_and_no_traceback_of_each_rank(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, hidden: bool
 ) -> None:
+    """Where it ends what an error has begun, such as a `finally` that hangs, the error is shown."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.setattr(report_failure, "_reasons", [""])
     monkeypatch.setenv(report_failure.EVENTS_VARIABLE, "token 1 -")
     report_failure.report_uncaught()
     try:
-        raise KeyboardInterrupt
+        try:
+            if hidden:
+                raise ValueError("the cause")
+        finally:
+            raise KeyboardInterrupt
     except KeyboardInterrupt as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("token raised 1 own KeyboardInterrupt (") and "line" in line
+    line, *shown = capfd.readouterr().err.splitlines()
+    assert line.startswith("token raised 1 own KeyboardInterrupt")
+    assert ("ValueError: the cause" in shown) == hidden
+    assert hidden or (" (" in line and "line" in line and not shown)
 
 
 def test_an_error_of_an_interactive_session_does_not_end_it(

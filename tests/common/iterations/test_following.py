@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from hvdlite.common.iterations.following import MOST_UNSETTLED, Following
 from hvdlite.common.iterations.live import counts_of
-from hvdlite.common.iterations.marks import StepMarks
+from hvdlite.common.iterations.marks import IterationMarks, StepMarks
 from hvdlite.common.iterations.rows import IterationTimes
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.current import current
@@ -117,6 +117,18 @@ def test_the_optimizers_own_time_begins_after_a_closure() -> None:
         steps.ended()
         kept.settle()
         assert kept.found[0][0].optimizer_time == 2.0
+
+    on_one_rank(main)
+
+
+def test_a_block_that_is_discarded_inside_has_no_row() -> None:
+    def main(kept: Kept) -> None:
+        with IterationMarks(kept._enter, kept._exit) as block:
+            block.discard()
+        with IterationMarks(kept._enter, kept._exit):
+            kept._on_run(run_of("x", 1.0, 2.0))
+        kept.settle()
+        assert len(kept.found) == 1
 
     on_one_rank(main)
 

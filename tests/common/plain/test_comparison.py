@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.common.api.objects import gather_by_rank
+from hvdlite.common.api.objects import GatherByRank
 from hvdlite.common.plain.comparison import (
     BLOCK_BYTES,
     Compared,
@@ -57,7 +57,7 @@ def on_ranks(size: int, arrays: Sequence[Sequence[tuple[str, Array]]]) -> list[s
     def main(rank: int) -> str:
         tensors: list[Compared] = [of_array(name, array) for name, array in arrays[rank]]
         try:
-            compare(tensors, "weights differ", "Broadcast them", gather_by_rank("test"))
+            compare(tensors, "weights differ", "Broadcast them", GatherByRank("test"))
         except RuntimeError as error:
             return str(error)
         return ""
@@ -115,6 +115,22 @@ def test_equal_bits_of_nan_are_equal_and_others_are_not() -> None:
     other = nan.view(np.uint64) + np.array([1, 0], np.uint64)
     text = on_ranks(2, [[("x", nan)], [("x", other.view(np.float64))]])[0]
     assert "element [0] is nan (0x7ff8000000000000) on rank 0 and nan (0x7ff8000000000001)" in text
+
+
+def test_what_changes_while_it_is_compared_is_said() -> None:
+    def main(rank: int) -> None:
+        array = np.full(4, rank)
+        tensor = of_array("x", array)
+
+        class Gather(GatherByRank):
+            def are_equal(self, name: str, body: bytes) -> bool:
+                array[:] = 7
+                return super().are_equal(name, body)
+
+        with pytest.raises(RuntimeError, match="differ: another thread changed them meanwhile"):
+            compare([tensor], "weights differ", "", Gather("test"))
+
+    run_ranks(2, main)
 
 
 def test_a_tensor_that_one_rank_lacks_and_other_orders() -> None:
