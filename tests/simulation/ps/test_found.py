@@ -74,6 +74,16 @@ FOUND = {
             Blow(0.21790480383222452, "join", "server 4", seconds=0.25),
         ),
     ),
+    # The same, and then the server that had that step was lost: workers that had gone back took its
+    # clock for that of others, and went on from another step there.
+    "a step is lost, and then the server that had it": PsProgram(
+        7017046, 2, 2, "sync", None, 2, latency=0.0001, pause=0.3,
+        blows=(
+            Blow(0.3078240461522201, "crash", "server 0", seconds=0.008174491273785136),
+            Blow(0.3474495739685059, "kill", "server 1", seconds=0.06349760567667309),
+            Blow(0.21790480383222452, "join", "server 4", seconds=0.25),
+        ),
+    ),
     # The clock on the wall had gone back when a scheduler came again, which gave a save an older
     # number than that of the last one.
     "a save by a clock that went back": PsProgram(
