@@ -87,7 +87,8 @@ def running_jobs(loop: EventLoop) -> tuple[list[Job], list[str]]:
             connection = JobConnection(loop, path)
             jobs.append((connection, _ask(connection, ABOUT)))
         except Unreachable as error:
-            said.append(f"the job at {path} {error}")
+            if os.path.exists(path):  # Else the job has ended meanwhile.
+                said.append(f"the job at {path} {error}")
     return sorted(jobs, key=_age), said
 
 

@@ -192,6 +192,15 @@ def test_a_job_that_ends_while_the_list_is_shown(top: Top) -> None:
     top.wait_for("3 ranks |")
 
 
+def test_a_job_that_ends_when_it_has_been_found(top: Top, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, said = cli.find_jobs()
+    monkeypatch.setattr(cli, "find_jobs", lambda: ([*paths, f"{paths[0]}.gone"], said))
+    jobs, said = cli.running_jobs(top.loop)
+    for each, _ in jobs:
+        each.close()
+    assert (len(jobs), said) == (2, [])
+
+
 def test_only_one_job(top: Top) -> None:
     cli._show(top.jobs[:1], top.jobs[0], top.loop)
     top.wait_for("1 rank |")

@@ -90,7 +90,7 @@ def hundred_groups() -> None:
     before = dict(table.all())
     make_and_destroy(100)
     for step in range(100):  # A group is released without waiting.
-        gone = dict(table.all()) == before
+        gone = dict(table.all()).keys() <= before.keys()  # Those of other features may go as well.
         if all(hvd.allgather_object(gone, f"gone.{step}")):
             break
     assert gone, (before, table.all())
