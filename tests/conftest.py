@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests import distribution
 from tests.distribution import once, pytest_cmdline_main, pytest_xdist_make_scheduler
@@ -31,6 +32,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Elastic jobs compare the state of all ranks after each reset, whichever test starts them.
 os.environ.setdefault("HVDLITE_ELASTIC_CHECK", "1")
+# An example may take long where other tests use the cores.
+settings.register_profile("hvdlite", deadline=None)
+settings.load_profile("hvdlite")
 # A shell starts what runs in the background without SIGINT, which jobs would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -101,9 +101,7 @@ def test_a_request_without_end(site: Site) -> None:
     assert site.answer(GET).endswith(b"page")
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.binary(max_size=200) | st.sampled_from([GET, GET[:9], b"\r\n\r\n", b"HTTP/1.1"]))
 )

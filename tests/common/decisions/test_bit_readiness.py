@@ -43,7 +43,7 @@ actions = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(actions, some_bits, sources), max_size=25))
 def test_bits_are_counted_as_one_by_one(
     steps: list[tuple[str, frozenset[int], frozenset[int]]],

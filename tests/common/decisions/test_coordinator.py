@@ -150,7 +150,7 @@ def answer(coordinator: Coordinator, reports: list[Report]) -> Response:
     return item
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from(["float32", "float64", "int8"]), min_size=RANKS, max_size=RANKS),
     st.lists(some_ranks),
@@ -171,7 +171,7 @@ def test_a_mismatch_names_the_first_rank_that_disagrees(
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 3), min_size=RANKS, max_size=RANKS),
     st.lists(some_ranks),

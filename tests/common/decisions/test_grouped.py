@@ -33,7 +33,7 @@ class NaiveGroups:
         return None if other is None else (min(ranks[0], other), max(ranks[0], other))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(some_ranks, st.integers(1, 3), st.integers(1, 2)), max_size=12))
 def test_sizes_of_groups_are_compared_as_rank_by_rank(
     told: list[tuple[frozenset[int], int, int]],

@@ -13,7 +13,7 @@ RANKS = 6
 some_ranks = st.frozensets(st.integers(0, RANKS - 1), min_size=1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=RANKS, max_size=RANKS),
     st.permutations(range(RANKS)),

@@ -97,7 +97,7 @@ def test_a_foreign_message_is_an_error_that_names_the_sender(data: bytes) -> Non
         decode(data, 7)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=60))
 def test_no_bytes_do_more_than_raise_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):

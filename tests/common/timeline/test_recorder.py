@@ -445,7 +445,7 @@ CALLS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(calls=st.lists(CALLS, max_size=40))
 def test_any_sequence_of_calls_gives_a_well_formed_file(
     calls: list[tuple[Any, ...]], tmp_path_factory: pytest.TempPathFactory

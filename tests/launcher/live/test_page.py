@@ -157,9 +157,7 @@ def test_requests_by_a_socket(site: tuple[Site, LivePage]) -> None:
     assert server.answer(get(path)[:-2]) == b"", "its headers have no end"
 
 
-@settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_bytes_of_any_kind(site: tuple[Site, LivePage], data: st.DataObject) -> None:
     server, page = site

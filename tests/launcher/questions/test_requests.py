@@ -82,7 +82,7 @@ ANSWERS = VALUES | st.dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     request_=st.sampled_from([["stack", 0], ["tensor", "w"], ["timeline", 3]]), says=ANSWERS
 )  # fmt: skip
@@ -97,7 +97,7 @@ def test_whatever_a_rank_says(request_: list[Any], says: Any) -> None:
     assert lines and all(isinstance(line, str) for line in lines)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(VALUES, max_size=4) | st.tuples(st.sampled_from(["stack", "tensor"]), VALUES))
 def test_whatever_is_asked(request_: Any) -> None:
     answers(list(request_), {})
