@@ -186,10 +186,8 @@ def test_auto_switches_on_all_ranks_at_once_and_settles(
     assert counts[0][-3:] == [learned] * 3
     assert f"161 gradients are best reduced in {learned} segment" in capsys.readouterr().out
     assert run_ranks(SIZE, main) == [[counts[0][0], counts[0][1], *[learned] * 3]] * 2
-    assert (
-        f"161 gradients are reduced in {learned} segments, as {file} says"
-        in capsys.readouterr().out
-    )
+    segments = f"{learned} segment{'' if learned == 1 else 's'}"
+    assert f"161 gradients are reduced in {segments}, as {file} says" in capsys.readouterr().out
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
