@@ -19,12 +19,6 @@ from hvdlite.common.plain.messages import NO_RANK, Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 
 Array = NDArray[Any]
-COLLECTIVES = (
-    "allreduce", "allreduce", "allgather", "allgather", "broadcast", "alltoall", "reducescatter",
-    "grouped", "barrier",
-)  # fmt: skip
-ALLREDUCES = ("auto", "auto", "ring", "hierarchical", "trees", "halving", "doubling")
-OPS = (ReduceOp.SUM, ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX)
 
 
 class Tensor(Entry):
