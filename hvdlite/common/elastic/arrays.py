@@ -11,6 +11,7 @@ import numpy as np
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.elastic.source import Source
+from hvdlite.common.plain.lists import split_by_bytes
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import for_collective
 
@@ -31,16 +32,8 @@ T = TypeVar("T", bound=Sized)
 
 def in_pieces(arrays: Sequence[T]) -> Iterator[list[T]]:
     """Yield neighbours that fit in a buffer; nothing where no array has any element."""
-    piece: list[T] = []
-    size_bytes = 0
-    for array in arrays:
-        if piece and size_bytes + array.nbytes > PIECE_BYTES:
-            yield piece
-            piece, size_bytes = [], 0
-        piece.append(array)
-        size_bytes += array.nbytes
-    if size_bytes:
-        yield piece
+    if any(array.nbytes for array in arrays):
+        yield from split_by_bytes(arrays, lambda array: array.nbytes, PIECE_BYTES)
 
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))

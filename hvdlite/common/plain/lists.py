@@ -1,8 +1,8 @@
-"""Lists, and numbers of rows, cut into parts that are as even as can be."""
+"""Lists, and numbers of rows, cut into parts that are as even as can be, or within a size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -24,3 +24,19 @@ def split_list(values: Sequence[T], parts: int) -> list[list[T]]:
         raise ValueError(f"a list cannot be split into {parts} parts: give a positive number")
     remaining = iter(values)
     return [list(islice(remaining, length)) for length in split_rows(len(values), parts)]
+
+
+def split_by_bytes(
+    values: Iterable[T], nbytes: Callable[[T], int], most_bytes: int
+) -> Iterator[list[T]]:
+    """Yield runs of neighbours that have at most so many bytes together, or are a single one."""
+    run: list[T] = []
+    size_bytes = 0
+    for value in values:
+        if run and size_bytes + nbytes(value) > most_bytes:
+            yield run
+            run, size_bytes = [], 0
+        run.append(value)
+        size_bytes += nbytes(value)
+    if run:
+        yield run

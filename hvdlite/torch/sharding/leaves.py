@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from hvdlite.common.plain.lists import split_by_bytes
 from hvdlite.torch.sharding.dtensor import DTensor, gradient_of
 
 # So many bytes of gradients are held back at most until all of a function's inputs have theirs.
@@ -43,7 +44,14 @@ class Leaves:
         if torch.is_grad_enabled():
             trained = [isinstance(each, DTensor) and each.requires_grad for each in tensors]
             if trained != self._trained:
-                self._trained, self._together = trained, list(_together(found, trained))
+                self._trained = trained
+                self._together = list(
+                    split_by_bytes(
+                        [place for place, is_trained in enumerate(trained) if is_trained],
+                        lambda place: int(found[place].nbytes),
+                        _TOGETHER_BYTES,
+                    )
+                )
             for places in self._together:
                 locals_: Any = _Locals.apply(*[tensors[place] for place in places])  # type: ignore[no-untyped-call]
                 for place, local in zip(places, locals_, strict=True):
@@ -73,21 +81,6 @@ def place_of(module: torch.nn.Module, name: str) -> Place:
 
 def _local(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _together(held: Sequence[torch.Tensor], trained: Sequence[bool]) -> Iterator[list[int]]:
-    """Yield the places of neighbours that need gradients, few enough bytes at a time."""
-    places: list[int] = []
-    held_back = 0
-    for place, (tensor, is_trained) in enumerate(zip(held, trained, strict=True)):
-        if is_trained:
-            if places and held_back + tensor.nbytes > _TOGETHER_BYTES:
-                yield places
-                places, held_back = [], 0
-            places.append(place)
-            held_back += tensor.nbytes
-    if places:
-        yield places
 
 
 class _Locals(torch.autograd.Function):
