@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,34 +102,11 @@ def test_fit_goes_on_from_the_state_of_each_rank(compressor: FeedbackCompressor)
     assert_same(run_ranks(2, main))
 
 
-@every_compressor
-def test_a_restored_commit_has_what_was_not_sent(compressor: FeedbackCompressor) -> None:
-    def main(rank: int) -> Any:
-        model = keras.Sequential([keras.Input((24,)), keras.layers.Dense(40)])
-        optimizer = distributed(compressor)
-        optimizer.build(model.trainable_variables)
-        state = hvd.elastic.KerasState(model, optimizer, step=0)
-
-        def steps(first: int) -> list[Any]:
-            for step in range(first, first + 2):
-                gradients = [tensor(gradient(rank, step)), tensor(gradient(rank, step)[0])]
-                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-            return numpy_of(model.trainable_variables)
-
-        steps(0)
-        state.save()
-        once = steps(2)
-        state.restore()
-        return [*once, *steps(2)]
-
-    for result in run_ranks(2, main):
-        for once, again in zip(result[:2], result[2:], strict=True):
-            np.testing.assert_array_equal(once, again)
+Kept = tuple[Callable[[], object], Callable[[], object]]
 
 
-@every_compressor
-def test_a_checkpoint_has_what_was_not_sent(compressor: FeedbackCompressor, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
+def goes_on_alike(compressor: FeedbackCompressor, keep: Callable[[Any, Any], Kept]) -> None:
+    """Make steps again from where the first function of ``keep(model, optimizer)`` has saved."""
 
     def main(rank: int) -> Any:
         model = keras.Sequential(
@@ -136,7 +114,7 @@ def test_a_checkpoint_has_what_was_not_sent(compressor: FeedbackCompressor, tmp_
         )
         optimizer = distributed(compressor)
         optimizer.build(model.trainable_variables)
-        state = {"model": model, "optimizer": optimizer}
+        save, restore = keep(model, optimizer)
 
         def steps(first: int) -> list[Any]:
             for step in range(first, first + 2):
@@ -145,14 +123,37 @@ def test_a_checkpoint_has_what_was_not_sent(compressor: FeedbackCompressor, tmp_
             return numpy_of(model.trainable_variables)
 
         steps(0)
-        hvd.checkpoint.save(tmp_path / "it", state)
+        save()
         once = steps(2)
-        hvd.checkpoint.load(tmp_path / "it", state)
+        restore()
         return [*once, *steps(2)]
 
     for result in run_ranks(2, main):
         for once, again in zip(result[:2], result[2:], strict=True):
             np.testing.assert_array_equal(once, again)
+
+
+@every_compressor
+def test_a_restored_commit_has_what_was_not_sent(compressor: FeedbackCompressor) -> None:
+    def keep(model: Any, optimizer: Any) -> Kept:
+        state = hvd.elastic.KerasState(model, optimizer, step=0)
+        return state.save, state.restore
+
+    goes_on_alike(compressor, keep)
+
+
+@every_compressor
+def test_a_checkpoint_has_what_was_not_sent(compressor: FeedbackCompressor, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
+
+    def keep(model: Any, optimizer: Any) -> Kept:
+        state, folder = {"model": model, "optimizer": optimizer}, tmp_path / "it"
+        return (
+            lambda: hvd.checkpoint.save(folder, state),
+            lambda: hvd.checkpoint.load(folder, state),
+        )
+
+    goes_on_alike(compressor, keep)
 
 
 @every_compressor
