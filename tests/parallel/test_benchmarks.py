@@ -122,6 +122,34 @@ def test_training_of_tensorflow(tmp_path: Path) -> None:
     assert "hvdlite tape / MWMS" in output
 
 
+def test_goals_are_compared_round_by_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    goals = import_module("goals")
+    steps = {"floor": 1.0, "DDP gloo": 3.0, "hvdlite": 1.5, "hvdlite views": 2.0}
+
+    def run(part: Any) -> Any:
+        for entry, seconds in steps.items():
+            yield {"network": "wide", "entry": entry, "jobs": [seconds]}
+
+    monkeypatch.setattr(goals, "run", run)
+    script = str(BENCHMARKS / "goals.py")
+    words = [script, "--part", "steps", "--minutes", "0", "--json", str(tmp_path / "g.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    goals.main()
+    lines = [re.split(r" +[|] +", line) for line in capsys.readouterr().out.splitlines()]
+    found = {(line[0], line[3], *line[4:6]) for line in lines if line[-1].strip(" |")}
+    assert ("| wide, hvdlite", "", "0.50 (0.50 to 0.50)", "0.65") in found
+    assert ("| wide, hvdlite", "1.00 s (1.00 to 1.00)", "0.25 (0.25 to 0.25)", "0.40") in found
+    assert (
+        "| wide, hvdlite views",
+        "1.00 s (1.00 to 1.00)",
+        "0.50 (0.50 to 0.50)",
+        "0.40",
+    ) in found
+
+
 def test_hosts(tmp_path: Path) -> None:
     with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
         pass
