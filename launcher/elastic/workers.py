@@ -51,8 +51,8 @@ class WorkerProcesses:
         }  # fmt: skip
         # What the driver is told as it is, with the time.
         self._events: dict[str, Callable[..., None]] = {
-            "said": driver.worker_said, "stopped": driver.worker_stopped,
-            "silent": driver.worker_lost, "closed": driver.worker_closed,
+            "said": driver.worker_said, "silent": driver.worker_lost,
+            "closed": driver.worker_closed,
         }  # fmt: skip
 
     def __bool__(self) -> bool:
