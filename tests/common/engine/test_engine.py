@@ -14,7 +14,7 @@ import hvdlite.numpy as hvd
 from hvdlite.common.base import report_failure
 from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.decisions.stall_inspector import StallInspector, Waiting
-from hvdlite.common.engine import control_plane
+from hvdlite.common.engine import tree_links
 from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
@@ -635,7 +635,7 @@ def test_a_failure_that_cannot_be_told_still_ends_the_engine(
             raise RuntimeError("no message can be made")
         return encode(message)
 
-    monkeypatch.setattr(control_plane, "encode", refuse)
+    monkeypatch.setattr(tree_links, "encode", refuse)
 
     def main(rank: int) -> None:
         if rank == 1:
