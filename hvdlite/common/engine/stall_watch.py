@@ -9,12 +9,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from hvdlite.common.base.errors import StalledError
-from hvdlite.common.base.report_failure import (
-    LONGEST_TEXT,
-    launcher_pipe,
-    main_thread_stack,
-    tell_launcher,
-)
+from hvdlite.common.base.report_failure import LONGEST_TEXT, launcher_pipe, tell_launcher
+from hvdlite.common.base.user_frames import main_thread_stack
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.stall_inspector import FIRST_SECONDS, DeadlockDetector, StallInspector
