@@ -66,7 +66,6 @@ class KerasState(VariablesState):
         self.optimizer = model.optimizer if optimizer is None else optimizer
         if self.optimizer is not None:
             build_optimizer_for(self.optimizer, model)
-        self._saved_compression: dict[str, Any] = {}
         super().__init__(**kwargs)
 
     def _variables(self) -> Sequence[Any]:
@@ -76,16 +75,8 @@ class KerasState(VariablesState):
         rates = [rate] if hasattr(rate, "assign") else []
         return without([*model_variables(self.model), *optimizer, *rates], [])
 
-    def _save_variables(self) -> None:
-        super()._save_variables()
-        if isinstance(self.optimizer, Distributed):
-            self._saved_compression = self.optimizer.compression_state()
-
-    def restore(self) -> None:
-        """Go back to the last save, with what compression of gradients had not sent then."""
-        super().restore()
-        if self._saved_compression:
-            self.optimizer.load_compression_state(self._saved_compression)
+    def _compressing(self) -> Any:
+        return self.optimizer if isinstance(self.optimizer, Distributed) else None
 
     def _variables_to_compare(self) -> Sequence[Any]:
         own = without(model_variables(self.model), self.model.trainable_variables)

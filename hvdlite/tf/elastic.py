@@ -7,7 +7,8 @@ def train(state):
         state.step += 1
         state.commit()
 
-train(hvd.elastic.TensorFlowState(model.variables + optimizer.variables, step=0))
+variables = model.variables + optimizer.variables
+train(hvd.elastic.TensorFlowState(variables, optimizer=optimizer, step=0))
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class TensorFlowState(VariablesState):
 
     `variables` are those of TensorFlow or Keras; all global variables of the graph by default.
     With a `session`, or while a graph is built in the default one, values are read and set there.
+    What a distributed `optimizer` has not sent of compressed gradients belongs to the state, too.
     Each further keyword becomes an attribute that is saved, restored and synced, too.
 
     The constructor does not communicate; `sync` broadcasts each time. Raises `ValueError` without
@@ -52,7 +54,12 @@ class TensorFlowState(VariablesState):
     """
 
     def __init__(
-        self, variables: Iterable[Any] | None = None, session: Any = None, **kwargs: Any
+        self,
+        variables: Iterable[Any] | None = None,
+        session: Any = None,
+        *,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         if variables is None and tf.executing_eagerly():
             raise ValueError(
@@ -63,10 +70,14 @@ class TensorFlowState(VariablesState):
             variables = tf.compat.v1.global_variables()
         self.variables = list(variables)
         self.session = session
+        self.optimizer = optimizer
         super().__init__(**kwargs)
 
     def _variables(self) -> Sequence[Any]:
         return self.variables
+
+    def _compressing(self) -> Any:
+        return self.optimizer if hasattr(self.optimizer, "compression_state") else None
 
     def _values(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         session = self._session()

@@ -71,6 +71,34 @@ def test_a_session_makes_the_steps_of_the_model() -> None:
             np.testing.assert_allclose(values[number], expected, atol=5e-5)
 
 
+def test_a_restored_commit_has_what_was_not_sent() -> None:
+    """Steps made again after a restore are the same, to the bit; without the optimizer not."""
+
+    def steps(optimizer: Any, variable: Any, rank: int, first: int) -> Any:
+        for step in range(first, first + 2):
+            gradients = [tf.constant(gradient(rank, step, 0), tf.float32)]
+            optimizer.apply_gradients(zip(gradients, [variable], strict=True))
+        return variable.numpy()
+
+    def main(rank: int) -> None:
+        variable = tf.Variable(tf.zeros(SHAPES[0]))
+        optimizer = hvd.DistributedOptimizer(
+            tf.keras.optimizers.SGD(1.0), compression=hvd.Compression.topk(0.1)
+        )
+        optimizer.build([variable])
+        steps(optimizer, variable, rank, 0)
+        variables = [variable, *optimizer.variables]
+        state = hvd.elastic.TensorFlowState(variables, optimizer=optimizer, step=0)
+        without = hvd.elastic.TensorFlowState(variables, step=0)
+        once = steps(optimizer, variable, rank, 2)
+        state.restore()
+        np.testing.assert_array_equal(once, steps(optimizer, variable, rank, 2))
+        without.restore()
+        assert (steps(optimizer, variable, rank, 2) != once).any()
+
+    run_ranks(2, main)
+
+
 def test_ranks_with_different_compressors_are_told_so() -> None:
     """Also where there are several buckets, of which the others wait for each."""
 

@@ -24,12 +24,17 @@ class VariablesState(ObjectState):
     def __init__(self, **kwargs: Any) -> None:
         # The saved values, in the order of the variables.
         self._saved_values: list[np.ndarray[Any, Any]] = []
+        self._saved_compression: dict[str, Any] = {}
         super().__init__(broadcast_object, rank, **kwargs)
         self._save_variables()
 
     def _variables(self) -> Sequence[Any]:
         """Return the variables, which come in the same order on all ranks."""
         raise NotImplementedError
+
+    def _compressing(self) -> Any:
+        """Return the optimizer with what compression has not sent; None where there is none."""
+        return None
 
     def _values(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         return [np.asarray(variable.numpy()) for variable in variables]
@@ -50,14 +55,21 @@ class VariablesState(ObjectState):
             _copied(value, kept[index] if index < len(kept) else None)
             for index, value in enumerate(values)
         ]
+        optimizer = self._compressing()
+        self._saved_compression = {} if optimizer is None else optimizer.compression_state()
 
     def restore(self) -> None:
-        """Go back to the last save. Variables that were made since begin with zeros."""
+        """Go back to the last save, with what compression of gradients had not sent then.
+
+        Variables that were made since begin with zeros.
+        """
         variables = self._variables()
         saved = [value.copy() for value in self._saved_values]
         for variable in variables[len(saved) :]:
             saved.append(np.zeros(tuple(variable.shape), self._values([variable])[0].dtype))
         self._assign(variables, saved)
+        if self._saved_compression:
+            self._compressing().load_compression_state(self._saved_compression)
         super().restore()
 
     def sync(self) -> None:
