@@ -8,11 +8,14 @@ from unittest.mock import patch
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS, Effect
+from hvdlite.common.connections import dial, prove
+from hvdlite.common.connections.prove import CLAIM, NONCE_BYTES
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.response_memory import ResponseMemory
+from hvdlite.common.meeting.client import ServerExchange
 from hvdlite.launcher.agent_process.agent import Agent
 from hvdlite.launcher.agent_process.relay import WorkerRelay
 from hvdlite.launcher.agents.host_agents import HostAgents
@@ -124,6 +127,20 @@ def who_loses_a_connection_names_its_other_end(
 def a_rank_that_waits_for_data_hears_nothing(real: Any, self: Engine) -> None:
     pass
 
+
+# Of the meeting of ranks, and their proofs.
+KNOWN_BUGS["a claim is believed without its proof"] = lambda: patch.object(
+    prove, "check_claim", lambda secret, challenge, data: prove.Claim.unpack(data[: CLAIM.size])
+)
+KNOWN_BUGS["a claim holds for another connection"] = lambda: patch.object(
+    prove, "new_nonce", lambda: bytes(NONCE_BYTES)
+)
+KNOWN_BUGS["a connection that is reset while it is proved is not tried again"] = lambda: (
+    patch.object(dial, "RESETS", ())
+)
+KNOWN_BUGS["a rank does not look for the meeting again"] = lambda: patch.object(
+    ServerExchange, "allgather", ServerExchange._allgather
+)
 
 ELASTIC_BUGS: dict[str, Callable[[], Any]] = {}
 PS_BUGS: dict[str, Callable[[], Any]] = {}

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from tests.simulation.elastic.job import play_elastic
 from tests.simulation.elastic.programs import ElasticProgram, make_elastic_program
+from tests.simulation.lines import NO_LIMIT
 from tests.simulation.ps.job import play_ps
 from tests.simulation.ps.programs import PsProgram, make_ps_program
 from tests.simulation.ranks.job import play
 from tests.simulation.ranks.programs import Epoch, Program, make_program
+from tests.simulation.start.programs import Start
 
 T = TypeVar("T")
 ORDERS = 10  # Of events, in which a smaller program is tried: each is a seed.
@@ -42,16 +44,13 @@ def shrink(kind: Kind, job: Any) -> Any:
 
 def _smaller(program: Program) -> Iterator[Program]:
     """Yield programs that have one thing less, those that have much less first."""
-    for number in range(len(program.kills)):
-        yield replace(program, kills=_without(program.kills, number))
-    for number in range(len(program.quits)):
-        yield replace(program, quits=_without(program.quits, number))
-    for number in range(len(program.retunings)):
-        yield replace(program, retunings=_without(program.retunings, number))
-    for number in range(len(program.troubles)):
-        yield replace(program, troubles=_without(program.troubles, number))
+    for name in ("kills", "quits", "retunings", "troubles"):
+        for number in range(len(getattr(program, name))):
+            yield replace(program, **{name: _without(getattr(program, name), number)})
     if program.leaver is not None:
         yield replace(program, leaver=None)
+    if program.start is not None:
+        yield from (replace(program, start=each) for each in _smaller_starts(program.start))
     for number in range(len(program.epochs)):
         yield replace(program, epochs=_without(program.epochs, number))
     if program.size > 1:
@@ -63,10 +62,22 @@ def _smaller(program: Program) -> Iterator[Program]:
             epochs = (*program.epochs[:number], smaller, *program.epochs[number + 1 :])
             yield replace(program, epochs=epochs)
     for name in ("fan_out", "cache_capacity", "threshold_bytes", "cycle_time_ms", "stall_seconds",
-                 "latency", "jitter", "eager_bytes", "allreduce"):  # fmt: skip
+                 "latency", "bytes_per_second", "jitter", "eager_bytes", "allreduce"):  # fmt: skip
         plain = getattr(PLAIN, name)
         if getattr(program, name) != plain:
             yield replace(program, **{name: plain})
+
+
+def _smaller_starts(start: Start) -> Iterator[Start | None]:
+    yield None
+    for number in range(len(start.visitors)):
+        yield replace(start, visitors=_without(start.visitors, number))
+    for number in range(len(start.hitches)):
+        yield replace(start, hitches=_without(start.hitches, number))
+    if any(start.late):
+        yield replace(start, late=(0.0,) * len(start.late))
+    if start.served:
+        yield replace(start, served=False)
 
 
 def _smaller_epochs(epoch: Epoch) -> Iterator[Epoch]:
@@ -130,7 +141,13 @@ def _without_last_rank(program: Program) -> Program:
         quits=tuple(replace(each, rank=min(each.rank, last - 1)) for each in program.quits),
         troubles=tuple(each for each in program.troubles if last not in (each.rank, each.other)),
         leaver=None if program.leaver is None else min(program.leaver, last - 1),
+        start=program.start and _start_without(program.start, last),
     )
+
+
+def _start_without(start: Start, last: int) -> Start:
+    hitches = [each for each in start.hitches if last not in (each.rank, each.other)]
+    return replace(start, late=start.late[:-1], hitches=tuple(hitches))
 
 
 def _without(items: tuple[T, ...], number: int) -> tuple[T, ...]:
@@ -163,6 +180,8 @@ def _smaller_elastic(program: ElasticProgram) -> Iterator[ElasticProgram]:
         yield replace(program, max_np=None)
     if program.failures_by_host:
         yield replace(program, failures_by_host=False)
+    if program.bytes_per_second != NO_LIMIT:
+        yield replace(program, bytes_per_second=NO_LIMIT)
 
 
 # Jobs of the parameter server.
@@ -181,7 +200,7 @@ def _smaller_ps(program: PsProgram) -> Iterator[PsProgram]:
     for name, least in (("workers", 1), ("servers", 1), ("steps", program.loaded + 1)):
         if getattr(program, name) > least:
             yield replace(program, **{name: getattr(program, name) - 1})
-    for name in ("every", "part_bytes", "momentum", "latency", "pause"):
+    for name in ("every", "part_bytes", "momentum", "latency", "bytes_per_second", "pause"):
         if getattr(program, name) != getattr(PLAIN_PS, name):
             yield replace(program, **{name: getattr(PLAIN_PS, name)})
     for number, blow in enumerate(program.blows):

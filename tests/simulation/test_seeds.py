@@ -13,7 +13,7 @@ import pytest
 
 from tests.simulation.elastic.programs import ElasticProgram, Happening, make_elastic_program
 from tests.simulation.known_bugs import ELASTIC_BUGS
-from tests.simulation.ps.programs import make_ps_program
+from tests.simulation.ps.programs import Blow, PsProgram, make_ps_program
 from tests.simulation.ranks.programs import make_program
 from tests.simulation.shrinking import KINDS
 from tests.simulation.soak import play, read, soak
@@ -136,6 +136,20 @@ FOUND: list[tuple[str, Any]] = [
     # the step before that again, where another server had lost more.
     ("ps", make_ps_program(13175, calm=True)),
     ("ps", make_ps_program(15012, calm=True)),
+    # The beginning of a snapshot for which a disk had no room stayed on it.
+    (
+        "ps",
+        PsProgram(
+            1000340,
+            mode="ssp",
+            staleness=0,
+            steps=3,
+            every=3,
+            part_bytes=16,
+            pause=0.3,
+            blows=(Blow(0.35393909146207664, "fill", "server 0", seconds=1.714685953968538),),
+        ),
+    ),
 ]
 
 

@@ -28,6 +28,10 @@ class KilledError(HorovodInternalError):
     """What ends the thread of a process that was killed."""
 
 
+class KilledThread(BaseException):
+    """What ends a thread of a process that was killed."""
+
+
 class BrokenError(AssertionError):
     """An invariant does not hold; `law` is its name, the same in all runs that break it."""
 

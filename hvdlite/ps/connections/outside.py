@@ -51,14 +51,19 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
     """Write a file, which is on disk when this returns; return its size. Raises OSError.
 
     It is written under another name, synchronized and renamed, so that whoever is killed in between
-    leaves no half of it.
+    leaves no half of it; what a full disk did not take is removed.
     """
     temporary = path.with_suffix(UNFINISHED)
-    with new_file(temporary) as file:
-        for piece in pieces:
-            file.write(piece)
-        sync(file)
-        size = file.tell()
-    replace(temporary, path)
+    try:
+        with new_file(temporary) as file:
+            for piece in pieces:
+                file.write(piece)
+            sync(file)
+            size = file.tell()
+        replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     sync_folder(path.parent)
     return size

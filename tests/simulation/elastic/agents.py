@@ -107,6 +107,21 @@ def new_launcher(job: ElasticJob, options: ElasticOptions) -> Launcher:
     return launcher
 
 
+class _Tidying:
+    """Has the methods of a `LeadingProcess` that removes what an agent has left."""
+
+    code = 0
+
+    def __init__(self, *_: object) -> None:
+        """It has done so at once."""
+
+    def wait(self, _seconds: float) -> None:
+        """See above."""
+
+    def close(self) -> None:
+        """See above."""
+
+
 @contextmanager
 def around(job: ElasticJob) -> Iterator[None]:
     """Be what is outside of the launcher's code."""
@@ -120,7 +135,7 @@ def around(job: ElasticJob) -> Iterator[None]:
         (host_agents, "time", clock), (workers, "time", clock),
         (host_agents.HostAgents, "_begin", begin),
         (host_agents, "removal_command", lambda *_: []),
-        (host_agents, "LeadingProcess", lambda *_: SimpleNamespace(code=0, close=lambda: None)),
+        (host_agents, "LeadingProcess", _Tidying),
         *stand_ins(job),
     ]  # fmt: skip
     with ExitStack() as stack:

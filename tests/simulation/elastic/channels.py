@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.simulation.elastic.job import ElasticJob
 
 # Of workers that the driver can count on no longer when it hears this.
-LAST_WORDS = ("silent", "closed", "raised")
+LAST_WORDS = ("stopped", "silent", "closed", "raised")
 
 
 class Way:
@@ -62,7 +62,7 @@ class End:
             if kind in LAST_WORDS:
                 self._between.job.workers[fields[0]].ended = True
             head = pack((kind, *fields))
-            self._carry(lambda end: end.hear(unpack(head)))
+            self._carry(lambda end: end.hear(unpack(head)), len(head))
 
     def send_data(self, kind: str, *fields: Any, data: bytes) -> None:
         self.send(kind, *fields, data)
@@ -92,7 +92,7 @@ class End:
         self.close_writing()
         self.open = False
 
-    def _carry(self, action: Callable[[End], None]) -> None:
+    def _carry(self, action: Callable[[End], None], count: int = 1) -> None:
         between = self._between
 
         def arrive() -> None:
@@ -100,7 +100,7 @@ class End:
             if other is not None and other.open:
                 between.happen(other, lambda: action(other))
 
-        between.job.network.carry(between, between.host, self.way, arrive)
+        between.job.network.carry(between, between.host, self.way, arrive, count)
 
     def hear(self, message: list[Any]) -> None:
         self._received(message[0], message[1:])

@@ -33,6 +33,8 @@ class Leader:
         self.way = Way(job, host)
         self.code: int | None = None
         self._said = ""
+        self.closed = False
+        job.leaders.append(self)
         job.world.after(0.2 * job.world.lot.random(), self._arrive)
 
     def take_streams(self) -> tuple[Any, int]:
@@ -62,8 +64,12 @@ class Leader:
     def signal(self, number: int) -> None:
         self.code = -number if self.code is None else self.code
 
+    def wait(self, _seconds: float) -> None:
+        """It has ended, or is closed next."""
+
     def close(self) -> None:
         self.signal(signal.SIGKILL)
+        self.closed = True
 
 
 class AgentProcess:

@@ -15,7 +15,7 @@ from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.commands import Finish
 from tests.simulation.elastic.agents import around, new_launcher
 from tests.simulation.elastic.collectives import Collectives
-from tests.simulation.elastic.hosts import AgentProcess
+from tests.simulation.elastic.hosts import AgentProcess, Leader
 from tests.simulation.elastic.network import Network
 from tests.simulation.elastic.programs import (
     FROM_LAUNCHER,
@@ -32,6 +32,7 @@ STEPS, PROGRESS, ENDS = (
     "nobody waits for what can never come",
     "the job ends by the rules",
 )
+LEFT = "no process, file or descriptor is left"
 LIMIT_SECONDS = 2000.0  # Of virtual time: a job that has not ended by then never will.
 # By so much the launcher's clock is ahead at most: less than agents have to end.
 MOST_AHEAD_SECONDS = 3.5
@@ -50,8 +51,9 @@ class ElasticJob:
         self.broken: BrokenError | None = None
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.world, self.workers)
-        self.network = Network(self.world)
+        self.network = Network(self.world, program.bytes_per_second)
         self.agents: list[AgentProcess] = []  # All that have come, also those that were given up.
+        self.leaders: list[Leader] = []  # What has led to them, as ssh does.
         self.here: AgentProcess  # The one that does something.
         self._shown: dict[str, int] = {}
         self._early: set[int] = set()  # Workers that have returned before the last step.
@@ -280,6 +282,11 @@ class ElasticJob:
         left += [each.name for each in self.workers.values() if each.lives]
         if left:
             raise BrokenError(ENDS, f"{', '.join(left)} run on after the end of the job")
+        self.launcher.close()
+        for leader in self.leaders:
+            if not leader.closed or leader.way.ends[FROM_LAUNCHER].open:
+                text = f"the launcher leaves its connection to {leader.way.host} open"
+                raise BrokenError(LEFT, text)
 
     def _give_up(self) -> None:
         states = [

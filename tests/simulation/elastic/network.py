@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 from hvdlite.launcher.agents.channel import BEATS
 from tests.simulation.elastic.programs import FROM_LAUNCHER, SILENCE_SECONDS, TO_LAUNCHER
+from tests.simulation.lines import Line, Wire
 from tests.simulation.world import World
 
 
 class Network:
     """The ways between the launcher and the hosts."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, bytes_per_second: float) -> None:
         self._world = world
-        self._busy: dict[object, float] = {}
+        self._wires: dict[str, Wire] = defaultdict(partial(Wire, bytes_per_second))
+        self._lines: dict[object, Line] = defaultdict(Line)
         self._stalls: dict[tuple[str, int], tuple[float, float]] = {}  # From when, until when.
         self.down: set[str] = set()  # Hosts that were lost.
 
@@ -38,9 +42,15 @@ class Network:
         ways = TO_LAUNCHER, FROM_LAUNCHER
         return host not in self.down and not any(self.silence(host, way) for way in ways)
 
-    def carry(self, key: object, host: str, way: int, action: Callable[[], None]) -> None:
-        """Let `action` happen after all that has the same `key` and goes the same way."""
-        at = self._world.now + 1e-4 * (0.5 + self._world.lot.random())
+    def carry(
+        self, key: object, host: str, way: int, action: Callable[[], None], count: int = 1
+    ) -> None:
+        """Let `action` happen after all that has the same `key` and goes the same way.
+
+        It comes with `count` bytes: all that the launcher sends goes over one wire.
+        """
+        wire = self._wires[host if way == TO_LAUNCHER else ""]
+        left = wire.take(self._world.now, count)
+        latency = 1e-4 * (0.5 + self._world.lot.random())
         until = self._stalls.get((host, way), (0.0, 0.0))[1]
-        at = self._busy[key, way] = max(at, until, self._busy.get((key, way), 0.0))
-        self._world.at(at, action)
+        self._world.at(self._lines[key, way].arrival(left, latency, until), action)

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from hvdlite.launcher.decisions import commands
+from tests.simulation.lines import NO_LIMIT
 
 SILENCE_SECONDS = 1.0  # After which an agent that says nothing is lost.
 # Ways of what a cut between the launcher and a host stops.
@@ -52,6 +53,7 @@ class ElasticProgram:
     steps: int = 40
     step_seconds: float = 0.1
     commit_every: int = 2
+    bytes_per_second: float = NO_LIMIT  # That leave a host, or the launcher.
     happenings: tuple[Happening, ...] = ()
     # Hosts that have fewer devices than slots; with none, they have not even the job's directory.
     devices: tuple[tuple[str, int], ...] = ()
@@ -102,7 +104,10 @@ def make_elastic_program(seed: int, *, calm: bool = False) -> ElasticProgram:
     devices: tuple[tuple[str, int], ...] = ()
     if lot.random() < 0.2:
         devices = _make_devices(lot, program)
-    return replace(program, happenings=(*happenings, *troubles), devices=devices)
+    speed = random.Random(f"{seed} links").choice((NO_LIMIT, NO_LIMIT, 1e6, 1e5))
+    return replace(
+        program, happenings=(*happenings, *troubles), devices=devices, bytes_per_second=speed
+    )
 
 
 def _make_happenings(

@@ -31,8 +31,8 @@ from tests.simulation.world import World
 class Cluster:
     """The nodes of a job, and what is between them."""
 
-    def __init__(self, world: World, latency: float) -> None:
-        self.world = world
+    def __init__(self, world: World, latency: float, bytes_per_second: float) -> None:
+        self.world, self.bytes_per_second = world, bytes_per_second
         self.listeners: dict[int, SimulatedListener] = {}
         self.stalls: dict[tuple[str, str], float] = {}  # From whom, to whom -> until then.
         self.cuts: dict[frozenset[str], float] = {}  # Who do not reach each other -> until then.

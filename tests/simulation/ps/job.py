@@ -21,6 +21,7 @@ import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
+from hvdlite.ps.connections.outside import UNFINISHED
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.scheduler.running import run_scheduler
 from hvdlite.ps.server.running import run_server
@@ -34,11 +35,12 @@ from tests.simulation.ps.oracle import SPECS, Oracle, first_values, gradients_of
 from tests.simulation.ps.programs import Blow, PsProgram, named
 from tests.simulation.world import BrokenError, World
 
-RESULTS, PROGRESS, STALENESS, ENDS = (
+RESULTS, PROGRESS, STALENESS, ENDS, LEFT = (
     "every push is applied exactly once",
     "nobody waits for what can never come",
     "the fastest worker is not too far ahead",
     "the job ends by the rules",
+    "no process, file or descriptor is left",
 )
 # A job that makes no progress for so long will never make any: nodes come again sooner, and what
 # waits for a lost one is told sooner.
@@ -51,7 +53,7 @@ class PsJob:
     def __init__(self, program: PsProgram, folder: Path) -> None:
         self.program, self.folder = program, folder
         self.world = World(program.seed)
-        self.cluster = Cluster(self.world, program.latency)
+        self.cluster = Cluster(self.world, program.latency, program.bytes_per_second)
         self.broken: BrokenError | None = None
         self.progress = 0.0
         self.begun: dict[int, int] = dict.fromkeys(range(program.workers), 0)  # Pushes, by worker.
@@ -290,9 +292,20 @@ class PsJob:
             raise BrokenError(ENDS, f"a thread fails: {failure!r}") from failure
         if not self._over():
             raise BrokenError(PROGRESS, "nothing will happen any more")
+        self._check_left()
         failed = {name: str(error) for name, error in self.errors.items()}
         if failed and not (self.program.loses and self._all_heard()):
             raise BrokenError(ENDS, f"{failed}")
+
+    def _check_left(self) -> None:
+        # The script of a worker that fails closes nothing.
+        failed = {name for name in self.errors if name.startswith(WORKER)}
+        left = [f"{node.name}: {', '.join(node.left)}" for node in self.cluster.nodes
+                if node.left and node.name not in failed]  # fmt: skip
+        if not any(blow.kind in ("kill", "crash") for blow in self.program.blows):
+            left += [each.name for each in self.folder.rglob(f"*{UNFINISHED}")]
+        if left:
+            raise BrokenError(LEFT, "; ".join(left))
 
     def _all_heard(self) -> bool:
         """Return whether all workers have failed that had steps to make when the first one did."""

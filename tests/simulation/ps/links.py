@@ -14,10 +14,12 @@ from typing import Any
 
 from hvdlite.common.connections.address import Address
 from hvdlite.ps.connections.messages import Message, pack, parse
+from tests.simulation.lines import Line
 from tests.simulation.ps.nodes import Loop, Node, Signal, here
 from tests.simulation.world import Action, BrokenError
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5  # Between two dials.
+LEAST_BYTES = 60  # Of what says that a link begins or ends.
 
 
 class Link:
@@ -26,8 +28,9 @@ class Link:
     def __init__(self, caller: SimulatedCaller, listener: SimulatedListener) -> None:
         self.caller, self.listener = caller, listener
         self.open = True
+        self.closed_by: set[Node] = set()
         self._cluster = caller.node.cluster
-        self._busy = [0.0, 0.0]  # Until then, toward the caller and the listener.
+        self._lines = Line(), Line()  # Toward the caller, and the listener.
         for node in self.nodes:
             node.links.append(self)
 
@@ -35,12 +38,17 @@ class Link:
     def nodes(self) -> tuple[Node, Node]:
         return self.caller.node, self.listener.node
 
-    def carry(self, source: Node, action: Action, *, to_listener: bool) -> None:
-        """Let `action` happen at the other end, unless the link is cut, or that has ended."""
+    def carry(
+        self, source: Node, action: Action, *, to_listener: bool, count: int = LEAST_BYTES
+    ) -> None:
+        """Let `action` happen at the other end, unless the link is cut, or that has ended.
+
+        It comes with `count` bytes.
+        """
         world, target = self._cluster.world, self.nodes[to_listener]
         stall = self._cluster.stalls.get((source.name, target.name), 0.0)
-        at = max(self._busy[to_listener], world.now + self._cluster.latency(), stall)
-        self._busy[to_listener] = at
+        left = source.wire.take(world.now, count)
+        at = self._lines[to_listener].arrival(left, self._cluster.latency(), stall)
 
         def arrive() -> None:
             if self.open and target.lives:
@@ -50,6 +58,7 @@ class Link:
 
     def close(self, source: Node) -> None:
         """Let the other end see the end after what was sent before."""
+        self.closed_by.add(source)
         if source is self.caller.node:
             self.carry(source, self._lose_at_listener, to_listener=True)
         else:
@@ -89,6 +98,10 @@ class SimulatedListener:
         cluster.listeners[self._port] = self
         self.node.listeners.append(self)
 
+    @property
+    def is_listening(self) -> bool:
+        return self.node.cluster.listeners.get(self._port) is self
+
     def open_memory(self) -> None:
         """Nobody shares memory."""
 
@@ -118,10 +131,10 @@ class SimulatedListener:
         link = self._peers.get(name)
         if link is not None and self.node.lives:
             caller = link.caller
-            send = _sending(self.node, caller.node, message)
+            count, send = _sending(self.node, caller.node, message)
             link.carry(
                 self.node, lambda: caller.loop.post(lambda: caller.hear(link, send())),
-                to_listener=False,
+                to_listener=False, count=count,
             )  # fmt: skip
 
     def shut(self) -> None:
@@ -189,8 +202,9 @@ class SimulatedCaller:
     def send(self, message: Message) -> None:
         link = self._link
         if link is not None and self.node.lives:
-            send = _sending(self.node, link.listener.node, message)
-            link.carry(self.node, lambda: link.listener.hear(link, send()), to_listener=True)
+            count, send = _sending(self.node, link.listener.node, message)
+            hear = lambda: link.listener.hear(link, send())  # noqa: E731
+            link.carry(self.node, hear, to_listener=True, count=count)
 
     def flush(self) -> None:
         """All has gone already."""
@@ -202,10 +216,11 @@ class SimulatedCaller:
             self._link = None
 
 
-def _sending(source: Node, target: Node, message: Message) -> Callable[[], Message]:
-    """Return what makes the message that arrives, of its bytes."""
+def _sending(source: Node, target: Node, message: Message) -> tuple[int, Callable[[], Message]]:
+    """Return how many bytes a message has, and what makes the one that arrives of them."""
     head, payloads = pack(message), [memoryview(bytes(each)) for each in message.payloads]
     words = f"{message.kind} {message.table} {message.clock}"
     source.cluster.world.tell(source.name, f"{words} -> {target.name}")
     source.cluster.on_send(source.name, message.kind)
-    return lambda: parse(head)._replace(payloads=payloads)
+    count = len(head) + sum(each.nbytes for each in payloads)
+    return count, lambda: parse(head)._replace(payloads=payloads)

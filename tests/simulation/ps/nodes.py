@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.plain.handles import Handle
-from tests.simulation.world import Action, Process, in_a_thread
+from tests.simulation.lines import Wire
+from tests.simulation.world import Action, KilledThread, Process, in_a_thread
 
 if TYPE_CHECKING:
     from tests.simulation.ps.cluster import Cluster
     from tests.simulation.ps.links import Link, SimulatedListener
-
-
-class KilledThread(BaseException):
-    """What ends the threads of a node that was killed."""
 
 
 class _Here(threading.local):
@@ -41,8 +38,10 @@ class Node:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster, self.name = cluster, name
         self.lives = True
+        self.left: list[str] = []  # What it had open when its code had ended.
         self.stopped = False  # By a signal, which another one may undo.
         self.full = False  # Its disk.
+        self.wire = Wire(cluster.bytes_per_second)
         self.slow = 0.0  # Seconds that its disk takes for a piece of a file.
         self.tasks: list[Task] = []
         self.links: list[Link] = []
@@ -61,8 +60,16 @@ class Node:
             main()
         except Exception as raised:
             error = raised
+        self.left = self._still_open()
         self.end()
         self.ended(error)
+
+    def _still_open(self) -> list[str]:
+        """Return what its code has not closed, or let run on."""
+        left = [f"a connection with {each.nodes[each.caller.node is self].name}"
+                for each in self.links if each.open and not each.closed_by]  # fmt: skip
+        left += ["what listens" for each in self.listeners if each.is_listening]
+        return left + [each.name for each in self.tasks if not each.ended and each is not here.task]
 
     def end(self) -> None:
         """Close all that is open, as the system does."""

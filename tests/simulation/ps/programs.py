@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import MODES, SSP, SYNC
+from tests.simulation.lines import NO_LIMIT
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class PsProgram:
     part_bytes: int = 24
     momentum: bool = False
     latency: float = 1e-4
+    bytes_per_second: float = NO_LIMIT  # That leave a node.
     pause: float = 0.0  # Between two steps of a worker, at most.
     blows: tuple[Blow, ...] = ()
     scales: tuple[tuple[int, int], ...] = ()  # Step -> servers that worker 0 lets be left.
@@ -100,7 +102,8 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
     saves = tuple(sorted(lot.sample(range(steps + 1), lot.choice((0, 0, 0, 1, 2)))))
     program = PsProgram(
         seed, servers, workers, mode, lot.randint(0, 2) if mode == SSP else None, steps, every,
-        lot.choice((16, 24, 4096)), lot.random() < 0.5, latency, pause, tuple(blows), scales, saves,
+        lot.choice((16, 24, 4096)), lot.random() < 0.5, latency, pause=pause, blows=tuple(blows),
+        scales=scales, saves=saves,
     )  # fmt: skip
     if mode == SYNC and lot.random() < 0.2:
         saved = lot.randint(1, steps - 1)
@@ -117,7 +120,8 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
     if lot.random() < 0.2:
         jump = lot.choice((-3600.0, -1.0, -0.1, 3600.0)) * lot.random()
         more.append(Blow(span * lot.random(), "jump", SCHEDULER, seconds=jump))
-    return replace(program, blows=(*program.blows, *more))
+    speed = random.Random(f"{seed} links").choice((NO_LIMIT, NO_LIMIT, 1e7, 1e6))
+    return replace(program, blows=(*program.blows, *more), bytes_per_second=speed)
 
 
 def _amid_changes(lot: random.Random, program: PsProgram) -> Iterator[Blow]:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import Tree
-from hvdlite.common.engine import engine, stall_watch, tree_links
+from hvdlite.common.engine import control_plane, engine
 from hvdlite.common.engine.inbox import ENOUGH_BYTES
 from hvdlite.common.plain.config import Config
 from tests.simulation.ranks.programs import (
@@ -28,6 +28,7 @@ from tests.simulation.ranks.rank import (
     Rank,
 )
 from tests.simulation.ranks.transport import Network
+from tests.simulation.start.starting import Starting
 from tests.simulation.world import BrokenError, World
 
 
@@ -48,6 +49,7 @@ class Job:
             topology,
             fan_out=program.fan_out,
             latency=program.latency,
+            bytes_per_second=program.bytes_per_second,
             eager_bytes=program.eager_bytes,
         )
         config = Config(
@@ -66,6 +68,29 @@ class Job:
 
     def run(self) -> None:
         """Run the job. Raises `BrokenError`."""
+        try:
+            if self._start():
+                self._run()
+        finally:
+            self.world.close()
+
+    def _start(self) -> bool:
+        """Let the ranks meet; return whether all have connected."""
+        program = self.program
+        if program.start is None:
+            return True
+        starting = Starting(
+            self.world,
+            program.start,
+            self.network.topology,
+            fan_out=program.fan_out,
+            latency=program.latency,
+            bytes_per_second=program.bytes_per_second,
+        )
+        return starting.run()
+
+    def _run(self) -> None:
+        self.progress = self.world.now
         for rank in self.ranks:
             rank.start()
         for kill in self.program.kills:
@@ -75,11 +100,8 @@ class Job:
         for retuning in self.program.retunings:
             self.world.after(retuning.at, partial(self._retune, retuning))
         self.world.after(PATIENCE_SECONDS, self._watch)
-        try:
-            self.world.run(self._over)
-            self._check_end()
-        finally:
-            self.world.close()
+        self.world.run(self._over)
+        self._check_end()
 
     def _over(self) -> bool:
         while not self.ranks[self._ended].lives and self.ranks[self._ended].has_ended:
@@ -178,8 +200,8 @@ def quiet(program: Program) -> Iterator[None]:
     log.setLevel(logging.CRITICAL + 1)
     try:
         with (
-            patch.object(tree_links, "Tree", partial(Tree, fan_out=program.fan_out)),
-            patch.object(stall_watch, "main_thread_stack", lambda: "a stack\n"),
+            patch.object(control_plane, "Tree", partial(Tree, fan_out=program.fan_out)),
+            patch.object(control_plane, "main_thread_stack", lambda: "a stack\n"),
             patch.object(engine, "enough_bytes", lambda topology, cores: ENOUGH_BYTES),
         ):
             yield

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.messages import SMALLEST_PIECE, Retune
+from tests.simulation.lines import NO_LIMIT
 from tests.simulation.ranks.calls import Call, Message
+from tests.simulation.start.programs import Start, make_start
 
 COLLECTIVES = (
     "allreduce", "allreduce", "allgather", "allgather", "broadcast", "alltoall", "reducescatter",
@@ -98,6 +100,7 @@ class Program:
     cycle_time_ms: float = 0.0
     stall_seconds: float = 0.0  # After which a rank is named that is late; 0: never.
     latency: float = 1e-4
+    bytes_per_second: float = NO_LIMIT  # That leave a host.
     jitter: float = 1e-4  # The longest pause between two calls.
     eager_bytes: int = 1 << 16
     allreduce: str = "auto"
@@ -106,6 +109,7 @@ class Program:
     quits: tuple[Quit, ...] = ()
     troubles: tuple[Trouble, ...] = ()
     leaver: int | None = None  # The rank that shuts down while others go on.
+    start: Start | None = None  # How the ranks meet; None: they have met.
 
     @property
     def size(self) -> int:
@@ -160,9 +164,15 @@ def make_program(seed: int, *, calm: bool = False) -> Program:
         quits=quits,
         leaver=lot.randrange(size) if not (kills or quits) and lot.random() < 0.5 else None,
     )
-    if calm or lot.random() < 0.6:
+    if calm:
         return program
-    return replace(program, troubles=_make_troubles(lot, program))
+    if lot.random() < 0.4:
+        program = replace(program, troubles=_make_troubles(lot, program))
+    lot = random.Random(f"{seed} links")
+    start = make_start(lot, size) if lot.random() < 0.3 else None
+    return replace(
+        program, bytes_per_second=lot.choice((NO_LIMIT, NO_LIMIT, 1e7, 1e6)), start=start
+    )
 
 
 def _make_troubles(lot: random.Random, program: Program) -> tuple[Trouble, ...]:

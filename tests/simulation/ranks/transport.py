@@ -30,6 +30,7 @@ from hvdlite.common.transport.inprocess import (
     InProcessWorld,
     Offer,
 )
+from tests.simulation.lines import Line, Wire
 from tests.simulation.world import Action, Process, World
 
 SILENCE_SECONDS = 1.0
@@ -39,7 +40,14 @@ class Network:
     """The connections between the ranks of one job."""
 
     def __init__(
-        self, world: World, topology: Topology, *, fan_out: int, latency: float, eager_bytes: int
+        self,
+        world: World,
+        topology: Topology,
+        *,
+        fan_out: int,
+        latency: float,
+        bytes_per_second: float,
+        eager_bytes: int,
     ) -> None:
         """Arrays up to `eager_bytes` are copied when they are sent, larger ones on arrival."""
         self.topology = topology
@@ -47,7 +55,8 @@ class Network:
         self.eager_bytes = eager_bytes
         self._world = world
         self._latency = latency
-        self._busy_until: dict[tuple[int, int, str], float] = defaultdict(float)
+        self._lines: dict[tuple[int, int, str], Line] = defaultdict(Line)
+        self._wires = [Wire(bytes_per_second) for _ in topology.hosts]
         self._stalls: dict[tuple[int, int], float] = defaultdict(float)  # Source, target -> end.
         self._cuts: set[tuple[int, int]] = set()
         self._with_arrays: dict[int, set[int]] = defaultdict(set)
@@ -55,8 +64,8 @@ class Network:
         self._trees = [Tree(topology, rank, fan_out) for rank in range(topology.size)]
         self.ends = [SimulatedTransport(world, self, rank) for rank in range(topology.size)]
 
-    def carry(self, source: int, target: int, kind: str, action: Action) -> None:
-        """Let `action` happen at `target` after a latency, and after all that was sent before."""
+    def carry(self, source: int, target: int, kind: str, count: int, action: Action) -> None:
+        """Let `action` happen at `target` when so many bytes, and all sent before, have arrived."""
         if self.ends[source].process.killed or (source, target) in self._cuts:
             return
         if kind == ARRAYS and target not in self._with_arrays[source]:
@@ -64,9 +73,11 @@ class Network:
             self._with_arrays[target].add(source)
             if target in self._gone:  # Nobody answers.
                 self._lose(target, source, ARRAYS, self._gone[target])
-        key = source, target, kind
-        at = max(self._busy_until[key], self._world.now + self._latency_between(source, target))
-        at = self._busy_until[key] = max(at, self._stalls[source, target])
+        hosts, left = self.topology.host_of, self._world.now
+        if hosts[source] != hosts[target]:
+            left = self._wires[hosts[source]].take(left, count)
+        latency, line = self._latency_between(source, target), self._lines[source, target, kind]
+        at = line.arrival(left, latency, self._stalls[source, target])
 
         def arrive() -> None:
             if (source, target) not in self._cuts:
@@ -110,9 +121,9 @@ class Network:
 
     def _lose(self, rank: int, peer: int, kind: str, silence: float) -> None:
         at = self._world.now + silence + self._latency_between(rank, peer)
-        at = max(at, self._busy_until[rank, peer, kind])
+        at = max(at, self._lines[rank, peer, kind].last)
         if kind == ARRAYS:  # The tokens of a host go by the same connection as its signals.
-            at = max(at, self._busy_until[rank, peer, TOKENS])
+            at = max(at, self._lines[rank, peer, TOKENS].last)
         end = self.ends[peer]
         action = end.lose_control if kind == MESSAGES else end.lose_arrays
         self._world.at(at, lambda: self._arrive(peer, lambda: action(rank)))
@@ -126,6 +137,7 @@ class SimulatedTransport(InProcessTransport):
         self.process: Process = world.process(f"rank {rank}")
         self._world = world
         self._network = network
+        self._count = 1  # Bytes of what is sent next.
         self._news = False  # A message has come since a wait for data has looked for any.
 
     @property
@@ -134,13 +146,13 @@ class SimulatedTransport(InProcessTransport):
         return self._closed
 
     def _carry(self, rank: int, kind: str, change: Action) -> None:
-        end = self._network.ends[rank]
+        end, count, self._count = self._network.ends[rank], self._count, 1
 
         def arrive() -> None:
             change()
             end._news |= kind == MESSAGES
 
-        self._network.carry(self.rank, rank, kind, arrive)
+        self._network.carry(self.rank, rank, kind, count, arrive)
 
     # -- control plane
 
@@ -148,6 +160,7 @@ class SimulatedTransport(InProcessTransport):
         if not self.process.killed:
             text = f"sends rank {rank} {len(body)} bytes, {zlib.crc32(body):08x}"
             self._world.tell(f"rank {self.rank}", text)
+            self._count = len(body)
             super().send(rank, body)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
@@ -182,6 +195,10 @@ class SimulatedTransport(InProcessTransport):
         offer.finished = True
         self._offer(offer)
         return offer
+
+    def _offer(self, offer: Offer) -> None:
+        self._count = offer.array.nbytes
+        super()._offer(offer)
 
     def lose_arrays(self, rank: int) -> None:
         """See that the connection for arrays and tokens was closed."""

@@ -16,6 +16,7 @@ import argparse
 import gc
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -33,7 +34,8 @@ from hvdlite.common.plain.messages import Request, Segment
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Incoming
-from tests.simulation.scale.large_start import Launcher, RankZero
+from tests.simulation.lines import Line, Wire
+from tests.simulation.scale.large_start import LINK_BYTES, Launcher, RankZero
 from tests.simulation.world import World
 
 HOST = 8  # Ranks of a host.
@@ -99,18 +101,21 @@ class Large:
         self.world = World(ranks)
         self.root_seconds = 0.0
         config = Config(stall_check_disable=True, cache_capacity=2 * TENSORS)
-        self._busy: dict[tuple[int, int], float] = {}
+        self._lines: dict[tuple[int, int], Line] = defaultdict(Line)
+        self._wires = [Wire(LINK_BYTES) for _ in hosts]
         self._due: set[int] = set()
         self.ranks: list[Rank] = []
         for rank in range(ranks):
             self.ranks.append(Rank(self, rank, config))
 
     def carry(self, source: int, target: int, body: bytes | None) -> None:
-        near = self.topology.host_of[source] == self.topology.host_of[target]
-        latency = (NEAR if near else FAR) * (0.5 + self.world.lot.random())
-        at = max(self._busy.get((source, target), 0.0), self.world.now + latency)
-        self._busy[source, target] = at
-        self.world.after(at - self.world.now, lambda: self._arrive(source, target, body))
+        own, other = self.topology.host_of[source], self.topology.host_of[target]
+        left, latency = self.world.now, NEAR
+        if own != other:
+            left, latency = self._wires[own].take(left, len(body or b"")), FAR
+        latency *= 0.5 + self.world.lot.random()
+        at = self._lines[source, target].arrival(left, latency)
+        self.world.at(at, lambda: self._arrive(source, target, body))
 
     def _arrive(self, source: int, target: int, body: bytes | None) -> None:
         self.ranks[target].end.messages.append(Incoming(source, body))

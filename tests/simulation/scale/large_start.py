@@ -36,6 +36,7 @@ from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import ElasticPlan
 from hvdlite.launcher.elastic import workers
 from hvdlite.launcher.elastic.driving import Driving
+from tests.simulation.lines import Wire
 from tests.simulation.world import Process, World
 
 LATENCY, LINK_BYTES = 1e-4, 3e9  # Seconds, and bytes a second: 25 Gbit/s.
@@ -267,7 +268,7 @@ class Launcher(Driving):
         self.met: Counter[int] = Counter()  # How many have connected, by epoch.
         self.was_lost = False  # Whether a host was lost, and no world has followed.
         self.since = 0.0  # When the last worker has come, or has asked for the next world.
-        self._free_at = 0.0  # When the link has sent what was queued.
+        self._wire = Wire(LINK_BYTES)
         self._inbox: list[bytes] = []
         self._coming: list[str] = []
         self._under_way = 0
@@ -293,14 +294,14 @@ class Launcher(Driving):
         """Let bytes go out, one message after the other, and `action` happen where they come."""
         self.sent, self.queued = self.sent + count, self.queued + count
         self.most_queued = max(self.most_queued, self.queued)
-        self._free_at = max(self._free_at, self.world.now) + count / LINK_BYTES
+        left = self._wire.take(self.world.now, count)
 
         def arrive() -> None:
             self.queued -= count
             action()
 
         latency = LATENCY * (0.5 + self.world.lot.random())
-        self.world.after(self._free_at - self.world.now + latency, arrive)
+        self.world.at(left + latency, arrive)
 
     def arrive(self, message: bytes) -> None:
         """Have a message of an agent after a latency."""
