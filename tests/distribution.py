@@ -40,8 +40,11 @@ CLUSTERS = (
     "tests/ray/",
     "tests/spark/",
 )
-# Files among the separate ones of which all tests look at one job.
-TOGETHER = ("tests/parallel/test_process_group.py",)
+# Files among the separate ones of which all tests look at the same jobs.
+TOGETHER = tuple(
+    f"tests/parallel/test_{name}.py"
+    for name in ("process_group", "tf", "torch_checkpoint", "torch_sharding")
+)
 # What takes longest comes first, so that no worker is left with it at the end.
 LONG = (
     "tests/keras/test_elsewhere.py",
@@ -49,7 +52,7 @@ LONG = (
     "tests/parallel/test_process_group.py",
     "tests/parallel/test_torch_checkpoint.py",
     "tests/parallel/test_torch_sharding.py",
-    "tests/parallel/test_tf",
+    "tests/parallel/test_tf.py",
     "tests/parallel/test_examples.py",
     "tests/parallel/test_wheel.py",
     "tests/launcher/elastic/test_tutorial.py",

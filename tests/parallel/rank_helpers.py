@@ -46,7 +46,7 @@ def belongings() -> tuple[list[str], int]:
     return sorted(kinds), threading.active_count()
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 10) -> bool:
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> bool:
     """Wait for a condition; returns whether it has come true in time."""
     end = time.monotonic() + seconds
     while not condition():

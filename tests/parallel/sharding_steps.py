@@ -119,8 +119,13 @@ def check_equal(found: Any, wanted: Any, what: str) -> None:
 
 def check_optimizers() -> None:
     """Groups with rates of their own, a schedule, clipped gradients; state stays of DTensors."""
+    network = Network().sharded()  # To plan it takes longer than to train it.
+    begin = [each.detach().clone() for each in network.parameters()]
     for name, make in OPTIMIZERS.items():
-        alone, network = Network(), Network().sharded()
+        alone = Network()
+        with torch.no_grad():
+            for parameter, value in zip(network.parameters(), begin, strict=True):
+                parameter.copy_(value)
         train(alone, make(groups_of(alone)), whole_batch())
         optimizer = sharding.local_step(make(groups_of(network)))
         train(network, optimizer, own(whole_batch()))

@@ -3,22 +3,27 @@
     --hosts NAMESPACE:ADDRESS:SLOTS,...   on simulated hosts, of which the first serves the meeting
     --preload MODULE,...                  once for all ranks, which are forked then and run COMMAND:
                                           python -m MODULE ... or python -c PROGRAM ...
+    --jobs FILE                           in place of SIZE COMMAND: jobs after --preload, one after
+                                          the other; JSON of [[name, size, command, variables], ...]
 
 A framework takes seconds of a core to import, and so would each rank. The exit code is that of the
-first rank that failed. Ranks that are left go on when one has died.
+first rank that failed. Ranks that are left go on when one has died. After each job of a FILE comes
+a line ``JOB name ended with code``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from hvdlite.launcher.processes.signals import die_with_parent
@@ -85,12 +90,14 @@ def run_job(
     begin: Callable[[list[str], dict[str, str]], Callable[[], int]],
     commands: Sequence[list[str]],
     address: str = LOOPBACK,
+    variables: Mapping[str, str] | None = None,
 ) -> int:
     """Run the commands of all ranks, of which the first serves the meeting; return the exit code.
 
     `begin` is `start` or `fork`.
     """
     common = {
+        **(variables or {}),
         "HVDLITE_SIZE": str(len(commands)),
         "HVDLITE_RENDEZVOUS": f"{address}:{free_port()}",
         "HVDLITE_SECRET": secrets.token_hex(16),
@@ -108,15 +115,27 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hosts", default="")
     parser.add_argument("--preload", default="")
-    parser.add_argument("size", type=int)
+    parser.add_argument("--jobs", type=Path)
+    parser.add_argument("size", type=int, nargs="?", default=0)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     given = [read_host(text) for text in filter(None, options.hosts.split(","))]
     hosts = given or [Host("", LOOPBACK, options.size)]
     for module in filter(None, options.preload.split(",")):
         import_module(module)
+    if options.jobs:
+        return run_jobs(json.loads(options.jobs.read_text()))
     commands = [host.command(options.command) for host in hosts for _ in range(host.slots)]
     return run_job(fork if options.preload else start, commands, hosts[0].address)
+
+
+def run_jobs(jobs: list[tuple[str, int, list[str], dict[str, str]]]) -> int:
+    """Run jobs one after the other; the exit code is that of the first that failed."""
+    codes = []
+    for name, size, command, variables in jobs:
+        codes.append(run_job(fork, [command] * size, variables=variables))
+        os.write(1, f"\nJOB {name} ended with {codes[-1]}\n".encode())
+    return next(filter(None, codes), 0)
 
 
 if __name__ == "__main__":

@@ -7,35 +7,44 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.jobs import ranks, run_command
+from tests.parallel.jobs import Job, Jobs
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
+SIZES = {"worker_sharded_inference": 4, "worker_sharding_compiled": 2, "worker_sharding": 4}
+TOGETHER = "worker_sharding_together"
 
-def run(size: int, worker: str, *words: object, timeout: float = 200) -> None:
-    """Run a worker of this folder, of which each rank says that it is content."""
-    module = f"tests.parallel.{worker}"
-    preload = ("torch._dynamo", "hvdlite.torch.sharding", module)
-    command = ranks(size, sys.executable, "-m", module, *map(str, words), preload=preload)
-    result = run_command(command, timeout=timeout)
+
+def run_all(sizes: dict[str, int], folder: Path, seconds: float) -> Jobs:
+    """Workers of this folder by one import of PyTorch, each with a folder of its own."""
+    jobs = {}
+    for name, size in sizes.items():
+        (folder / name).mkdir()
+        words = (sys.executable, "-m", f"tests.parallel.{name}", str(folder / name))
+        jobs[name] = Job(size, words)
+    modules = (f"tests.parallel.{name}" for name in sizes)
+    return Jobs(jobs, ("torch._dynamo", "hvdlite.torch.sharding", *modules), seconds)
+
+
+def check(jobs: Jobs, name: str, size: int) -> None:
+    """Each rank says that it is content."""
+    result = jobs.result(name)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout
 
 
-def test_no_rank_holds_a_whole_model_to_load_it(tmp_path: Path) -> None:
-    run(4, "worker_sharded_inference", tmp_path)
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return run_all(SIZES, tmp_path_factory.mktemp("jobs"), seconds=220)
 
 
-def test_a_part_that_is_compiled() -> None:
-    run(2, "worker_sharding_compiled")
+@pytest.mark.parametrize("name", SIZES)
+def test_each_rank_has_what_one_process_has(name: str, jobs: Jobs) -> None:
+    check(jobs, name, SIZES[name])
 
 
 @pytest.mark.soak
-def test_operators_data_fsdp_and_a_pipeline_together() -> None:
+def test_operators_data_fsdp_and_a_pipeline_together(tmp_path: Path) -> None:
     """Losses and weights after 20 steps of 8 ranks are those of one process, to 1e-10."""
     pytest.importorskip("torch", "2.6", reason="FSDP2 shards what is a DTensor already")
-    run(8, "worker_sharding_together", timeout=300)
-
-
-def test_a_part_of_a_model_is_sharded_on_four_ranks(tmp_path: Path) -> None:
-    run(4, "worker_sharding", tmp_path)
+    check(run_all({TOGETHER: 8}, tmp_path, seconds=300), TOGETHER, 8)

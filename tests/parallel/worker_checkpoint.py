@@ -5,6 +5,7 @@ python -m tests.parallel.worker_checkpoint (save | load) FOLDER ROWS
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,12 @@ def refuse(folder: Path, state: dict[str, Any], mesh: Any) -> None:
         else:
             raise AssertionError(text)
     if hvd.rank() == 0:
-        file = next((folder / "dcp").glob("*.distcp"))
+        shutil.copytree(folder / "dcp", folder / "damaged")
+        file = next((folder / "damaged").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:40])
     hvd.barrier()
     try:
-        hvd.checkpoint.load(folder / "dcp", state)
+        hvd.checkpoint.load(folder / "damaged", state)
     except (ValueError, hvd.HorovodInternalError) as error:
         assert "load of" in str(error), error
     else:

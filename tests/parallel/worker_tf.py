@@ -1,4 +1,7 @@
-"""One rank that trains with TensorFlow, twice in one process, and compares with training alone."""
+"""One rank that trains with TensorFlow, twice in one process, and compares with training alone.
+
+python -m tests.parallel.worker_tf [TIMELINE]: then gradients travel early, and rank 1 is killed.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import tests.lean  # noqa: F401
 
 # isort: split
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import hvdlite.tf as hvd
+from tests.parallel.worker_tf_graph import run_gradients_until_a_rank_is_killed
 
 ROWS, STEPS, SEED = 12, 4, 5
 v1 = tf.compat.v1
@@ -93,6 +98,12 @@ def main() -> None:
             for own, other in zip(weights, theirs, strict=True):
                 np.testing.assert_array_equal(own, other)
         name = f"rank {rank} of {size}"
+        hvd.shutdown()
+    sys.stdout.write(f"{name} has trained\n")
+    sys.stdout.flush()
+    if sys.argv[1:]:
+        hvd.init()
+        run_gradients_until_a_rank_is_killed(Path(sys.argv[1]))
         hvd.shutdown()
     sys.stdout.write(f"{name} is content\n")
 

@@ -171,6 +171,11 @@ def run_while_a_rank_is_killed() -> None:
         raise AssertionError("rank 1 is dead, and nobody has noticed")
 
 
+def run_gradients_until_a_rank_is_killed(timeline: Path) -> None:
+    run_gradients_during_backward(timeline)
+    run_while_a_rank_is_killed()
+
+
 def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(int(os.environ["INTER_OP_THREADS"]))
     hvd.init()
@@ -179,8 +184,7 @@ def main() -> None:
         run_in_a_session()
         run_small_steps()
     else:
-        run_gradients_during_backward(Path(sys.argv[2]))
-        run_while_a_rank_is_killed()
+        run_gradients_until_a_rank_is_killed(Path(sys.argv[2]))
     print(f"rank {hvd.rank()} is content", flush=True)
     hvd.shutdown()
 
