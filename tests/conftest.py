@@ -42,12 +42,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 TESTS = Path(__file__).parent
 MPI_FOLDERS = {"parallel", "launcher", "hosts"}
 HOSTS_FOLDERS = {"hosts", "slurm"}
-# Many combinations of one thing, or what is built: the fast loop does without.
+# Many combinations of one thing, whole trainings, or what is built: the fast loop does without.
 THOROUGH = (
     "common/api/test_collectives_matrix.py",
     "common/collectives/",
     "common/engine/test_random_joins.py",
     "common/engine/test_random_order.py",
+    "ps/test_scenarios.py",
     "simulation/",
     "test_wheel.py",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -132,9 +133,10 @@ def modules() -> Iterator[tuple[str, Path]]:
 MODULES = dict(modules())
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
     """The modules that a file imports, at its top or later, also by `import_module("...")`."""
-    return imported_by(ast.walk(ast.parse(path.read_text())))
+    return tuple(imported_by(ast.walk(ast.parse(path.read_text()))))
 
 
 def imports_at_once(path: Path) -> Iterator[str]:

@@ -62,6 +62,7 @@ def test_second_names_give_the_same_modules() -> None:
     assert "torch" not in frameworks
 
 
+@pytest.mark.tf
 def test_what_is_not_there_is_missing_under_the_name_that_was_asked_for() -> None:
     pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
     with pytest.raises(ModuleNotFoundError, match=r"hvdlite\.tensorflow\.nowhere"):

@@ -226,6 +226,7 @@ def test_no_gpu_without_the_framework(
     assert err == ""
 
 
+@pytest.mark.torch
 def test_torch_sees_the_gpu_that_torch_sees() -> None:
     torch = pytest.importorskip("torch")
     assert util.gpu_available("torch") is torch.cuda.is_available()
