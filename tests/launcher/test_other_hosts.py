@@ -107,5 +107,5 @@ def test_a_signal_ends_ranks_there(words: tuple[str, ...]) -> None:
         for _ in range(3):
             assert process.stdout.readline().endswith("up\n")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=5)
+        process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM

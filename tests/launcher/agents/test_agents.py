@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 HOSTS = ("-np", "3", "--no-check-hosts", "-H", "localhost:1,other:2")
-END_SECONDS = 5.0
+END_SECONDS = 20.0
 SLEEP = "print('up', flush=True)\ntime.sleep(600)"
 
 
@@ -335,7 +335,7 @@ def test_nothing_outlives_a_killed_launcher(
     with up(ssh, tmp_path, stubborn + child + SLEEP) as process:
         process.kill()
         process.wait()
-        assert wait_for(lambda: not processes(str(tmp_path)), 2.5), processes(str(tmp_path))
+        assert wait_for(lambda: not processes(str(tmp_path)), END_SECONDS), processes(str(tmp_path))
 
 
 def test_a_launcher_that_is_killed_while_ssh_connects_leaves_nothing(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_launcher_that_is_killed_while_ssh_connects_leaves_nothing(tmp_path: P
         def others() -> bool:  # the sleep is the fake's own, which a real ssh has not
             return all("sleep" in line for line in processes(str(tmp_path)).values())
 
-        assert wait_for(others, 2.5), processes(str(tmp_path))
+        assert wait_for(others, END_SECONDS), processes(str(tmp_path))
         for number in processes(str(tmp_path)):
             os.kill(number, signal.SIGKILL)
         assert wait_for(lambda: not processes(str(tmp_path)), 20)  # its end takes a moment
@@ -364,7 +364,7 @@ def test_a_killed_agent_ends_its_ranks_and_the_job(
         log = (tmp_path / "ssh.log").read_text().split()[0]
         victim = int(log) if host == "other" else next(n for n in remote if n != int(log))
         os.kill(victim, signal.SIGKILL)
-        _, err = process.communicate(timeout=15)
+        _, err = process.communicate(timeout=END_SECONDS)
     lost = (
         "rank 1 is lost with host other"
         if host == "other"
@@ -393,8 +393,10 @@ def test_ranks_end_where_the_launcher_falls_silent(ssh: dict[str, str], tmp_path
             return [line for line in processes(str(tmp_path)).values() if "time.sleep" in line]
 
         assert len(ranks()) == 4  # three and the launcher
-        assert wait_for(lambda: len(ranks()) == 2, 10), ranks()  # that of this host goes on
-        assert wait_for(lambda: agent not in agents(str(tmp_path)), 5)
+        assert wait_for(lambda: len(ranks()) == 2, END_SECONDS), (
+            ranks()
+        )  # that of this host goes on
+        assert wait_for(lambda: agent not in agents(str(tmp_path)), END_SECONDS)
         process.send_signal(signal.SIGCONT)
         _, err = process.communicate(timeout=20)
     assert "lost with host other" in err

@@ -109,5 +109,5 @@ def test_a_signal_ends_every_process(number: signal.Signals) -> None:
         for _ in range(2):
             assert process.stdout.readline().endswith("up\n")
         process.send_signal(number)
-        process.communicate(timeout=5)
+        process.communicate(timeout=20)
     assert process.returncode == 128 + number

@@ -5,6 +5,7 @@ It is a process of its own, as only the leader of a session has a terminal.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
 import signal
@@ -17,7 +18,7 @@ from hvdlite.launcher.live.keyboard import STOPS, Keyboard
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 LOOK_SECONDS = 0.01
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 60
 
 
 class Job:
@@ -126,6 +127,7 @@ def stop_in_the_background() -> None:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGALRM, chain=True)  # In jobs, too: it says what they wait for.
     signal.alarm(LIMIT_SECONDS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Of SIGQUIT.
     for number in STOPS:

@@ -42,8 +42,11 @@ class Terminal:
                 self.text = ""
                 return plain[: found.end()]
             assert time.monotonic() < end, plain[-3000:]
-            if select.select([self.ours], [], [], 1.0)[0]:
+            has_ended = self.process.poll() is not None
+            if select.select([self.ours], [], [], 0 if has_ended else 1.0)[0]:
                 self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
+            else:
+                assert not has_ended, plain[-3000:]
 
     def wait(self, seconds: float = 20.0) -> int:
         """Return the exit code of the program, which waits while nobody reads what it draws."""
