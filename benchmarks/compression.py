@@ -39,6 +39,7 @@ ALONE, NONE, DDP, HOOK = "alone", "none", "DDP", "DDP, PowerSGD hook"
 COMPRESSORS: dict[str, Callable[[Any], Any]] = {
     NONE: lambda choices: choices.none,
     "fp16": lambda choices: choices.fp16,
+    "bf16": lambda choices: choices.bf16,
     "int8": lambda choices: choices.int8(),
     "powersgd(4)": lambda choices: choices.powersgd(4),
     "topk(0.01)": lambda choices: choices.topk(0.01),
@@ -47,7 +48,7 @@ COMPRESSORS: dict[str, Callable[[Any], Any]] = {
 ENTRIES = (ALONE, *COMPRESSORS, DDP, HOOK)
 WARM_UP = 5  # steps: the hook of PyTorch begins with the third
 STEP, TRAINING = "step", "training"
-TRAINED = (NONE, "fp16", "int8", "powersgd(4)", "topk(0.01)", "onebit")
+TRAINED = (NONE, "fp16", "bf16", "int8", "powersgd(4)", "topk(0.01)", "onebit")
 WARM_UP_OF_ONEBIT = 100  # steps, in a training
 
 

@@ -1,6 +1,7 @@
 """How long hvdlite takes to import, and to start a job.
 
     python benchmarks/start.py                  # the import, and jobs of 8 ranks
+    python benchmarks/start.py --import-only    # the import alone
 
 Every measurement is made in new processes, in turns: what `import hvdlite.torch` adds to
 `import torch` (left out where there is no torch); and the time from the start of the launcher to
@@ -114,16 +115,20 @@ def print_table(found: Mapping[str, Spread], ranks: Sequence[int]) -> None:
 def main() -> None:
     parser = make_parser("How long imports and starts take.", "start", [8])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--import-only", action="store_true", help="start no jobs")
     args = parser.parse_args()
     # As where it is installed: no module has to be compiled in each process.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    ways = make_ways(args.ranks)
+    ways = make_ways([] if args.import_only else args.ranks)
     for way in ways.values():
         way()
     jobs = in_turns(ways, args.rounds)
     found = {name: Spread.quartiles(seconds) for name, seconds in jobs.items()}
     print_table(found, args.ranks)
-    write(args.json, [{"entry": name, "seconds": vars(each)} for name, each in found.items()])
+    records = [
+        {"entry": name, "seconds": vars(each), "jobs": jobs[name]} for name, each in found.items()
+    ]
+    write(args.json, records)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points, packages_distributions, version
 from typing import NamedTuple
 
 from hvdlite.common.plain.config import DATA_PLANES, Config
+from hvdlite.launcher.decisions.endings import signal_name
 from hvdlite.launcher.mpirun.mpi import INSTALL_OPENMPI, Mpi, find_all
 
 FRAMEWORKS = (
@@ -147,7 +148,7 @@ def _try(trial: str, environ: Mapping[str, str]) -> tuple[bool, str]:
             os.killpg(process.pid, signal.SIGKILL)  # the compiler that it runs, too
             process.communicate()
     if process.returncode < 0:
-        return False, f"it was ended by {signal.Signals(-process.returncode).name}"
+        return False, f"it was ended by {signal_name(-process.returncode)}"
     lines = [f"exit code {process.returncode}", *err.splitlines(), *out.splitlines()]
     return process.returncode == 0, lines[-1].strip()
 

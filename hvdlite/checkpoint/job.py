@@ -75,7 +75,9 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
             raise HorovodInternalError(
                 f"{what}: rank {rank} failed: {failure}", rank, job_goes_on=True
             )
-    return [outcome for _, _, outcome in outcomes]
+    results = [outcome for _, _, outcome in outcomes]
+    results[place()[0]] = result  # Itself, not what a pickle has of it.
+    return results
 
 
 def _call(what: str) -> str:

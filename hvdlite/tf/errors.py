@@ -13,7 +13,7 @@ from tensorflow.python.util import tf_stack
 
 from hvdlite.common.base import errors
 from hvdlite.common.base.errors import DEPARTED, HorovodInternalError
-from hvdlite.common.base.report_failure import OWN_FOLDER
+from hvdlite.common.base.user_frames import OWN_FOLDER
 from hvdlite.common.elastic.run import is_loss
 from hvdlite.common.runtime import worlds
 

@@ -23,8 +23,8 @@ since each start waits for it.
 |                                         | withdrawn MEMBERS ROUND                 |
 | finished [RANKS] (with exit code 0)     |                                         |
 | order NUMBER LINE, count                | answer NUMBER LINE (connections/orders.py)    |
-| tell [NUMBERS] MESSAGE                  | said NUMBER MESSAGE, stopped NUMBER     |
-|                                         | silent NUMBER TEXT, closed NUMBER       |
+| tell [NUMBERS] MESSAGE                  | said NUMBER MESSAGE, closed NUMBER      |
+|                                         | silent NUMBER TEXT (or it is stopped)   |
 |                                         | leaving TEXT                            |
 | beat                                    | beat                                    |
 

@@ -32,7 +32,9 @@ class WorkerRelay:
     ) -> None:  # fmt: skip
         self._channel, self._workers = channel, workers
         self._silence_seconds: float = job["worker_silence_seconds"]
-        self._told: set[tuple[int, str]] = set()  # What the driver knows of running workers.
+        self._told: set[int] = (
+            set()
+        )  # Running workers of which the driver knows that they cannot go on.
         self._server = outside.serve_workers(
             loop, folder.socket, job["secret"].encode(),
             lambda number, message: channel.send("said", number, message), self._note_end,
@@ -57,22 +59,22 @@ class WorkerRelay:
     def finish(self, number: int) -> None:
         """Pass on the last words of a worker whose process has ended."""
         self._server.hear_last_words(number)
-        self._told = {fact for fact in self._told if fact[0] != number}
+        self._told.discard(number)
 
     def look(self) -> None:
         """Tell of workers that run and cannot go on; called now and then."""
         silence = self._server.silence()  # Of those that are connected.
         for number, worker in self._workers.items():
             if self._runs(number) and outside.state_of(worker.pid) == STOPPED:
-                self._tell_once(number, "stopped")
+                self._tell_once(number, "its process was stopped")
             elif silence.get(number, 0.0) >= self._silence_seconds:
                 why = f"it has not answered for {self._silence_seconds:g} seconds"
-                self._tell_once(number, "silent", why)
+                self._tell_once(number, why)
 
-    def _tell_once(self, number: int, kind: str, *fields: str) -> None:
-        if self._runs(number) and (number, kind) not in self._told:
-            self._told.add((number, kind))
-            self._channel.send(kind, number, *fields)
+    def _tell_once(self, number: int, why: str) -> None:
+        if self._runs(number) and number not in self._told:
+            self._told.add(number)
+            self._channel.send("silent", number, why)
 
 
 # The meeting of the ranks of one host, as its agent serves it.

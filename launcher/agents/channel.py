@@ -16,7 +16,7 @@ from hvdlite.common.connections.frames import BEAT, pack
 from hvdlite.common.connections.link import Link, Pipes
 from hvdlite.common.connections.loop import Loop
 
-VERSION = 4  # Of the messages; the agent names it in its first one.
+VERSION = 5  # Of the messages; the agent names it in its first one.
 # What the agent writes first: a shell there may have printed something before it.
 PROLOGUE = b"\0hvdlite agent\n"
 MOST_BYTES = 1 << 26  # Of one message.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.job_kinds import ClusterOptions
-from hvdlite.launcher.decisions.endings import Failure
+from hvdlite.launcher.decisions.endings import Failure, signal_name
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.jobs.job import FixedJob
 
@@ -118,7 +118,7 @@ class ClusterProcesses:
     def _restart(self, process: _Process, code: int) -> None:
         process.restarts += 1
         count = f"{process.restarts} of {self._cluster.restarts}"
-        name = signal.Signals(-code).name
+        name = signal_name(-code)
         self._job.say(
             f"{process.name} was killed by {name}: it is started again ({count}, --ps-restarts)"
         )
@@ -150,7 +150,7 @@ class ClusterProcesses:
                 "call ps.init() and ps.DistributedOptimizer(...)"
             )
         if code < 0:
-            name = signal.Signals(-code).name
+            name = signal_name(-code)
             return f"was killed by {name}, and no restart is left (--ps-restarts)"
         cause = self._job.output.causes().get(process.key)
         return f"failed: {cause} (exit code {code})" if cause else f"failed with exit code {code}"

@@ -77,7 +77,6 @@ def elastic_options(args: argparse.Namespace, config: Config, num_proc: int) -> 
         cooldown=None if args.cooldown is None
         else check_cooldown(args.cooldown, "--blacklist-cooldown-range "),
         elastic_timeout=config.elastic_timeout_seconds,
-        start_timeout=config.start_timeout_seconds,
         # Horovod gives up the whole host of a failed process.
         failures_by_host=args.as_horovod or args.cooldown is not None,
         host_timeout_seconds=config.elastic_host_timeout_seconds,

@@ -14,7 +14,7 @@ class ElasticPlan:
 
     `num_proc` slots are needed for the first start, `min_np` later. `cooldown` is the range
     (low, high) of a failed host's absence; None: it never comes back. `elastic_timeout` limits
-    every wait for slots, `start_timeout` that for an agent. `admit` says whether a change of hosts
+    every wait for slots. `admit` says whether a change of hosts
     interrupts the workers when the newcomers are "ready", or at once, so that all "wait" for them.
     `failures_by_host`: a failed worker excludes its whole host, and not only its slot. An agent
     that is silent for `host_timeout_seconds` is lost, and one that hears nothing ends its workers.
@@ -26,7 +26,6 @@ class ElasticPlan:
     reset_limit: int | None = None
     cooldown: tuple[int, int] | None = None
     elastic_timeout: float = 600.0
-    start_timeout: float = 30.0
     admit: str = READY
     failures_by_host: bool = False
     host_timeout_seconds: float = 1.0

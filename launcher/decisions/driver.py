@@ -44,7 +44,7 @@ class Driver:
         self._workers = Workers()
         self._failures = Failures()
         cooldowns = Cooldowns(plan.cooldown, uniform)
-        self._hosts = Hosts(cooldowns, plan.start_timeout, plan.host_timeout_seconds)
+        self._hosts = Hosts(cooldowns, plan.host_timeout_seconds)
         parts = Parts(plan, self._hosts, self._workers, self._failures, self._order)
         self._placement = Placement(parts)
         self._worlds = WorldChanges(parts, self._placement)
@@ -170,10 +170,6 @@ class Driver:
         else:
             self._advance(now)
 
-    def worker_stopped(self, number: int, now: float) -> None:
-        """Note that a worker's process is stopped, by SIGSTOP or the like: it is given up."""
-        self.worker_lost(number, "its process was stopped", now)
-
     def worker_closed(self, number: int, now: float) -> None:
         """Note that a worker's connection has ended. Its process is expected to end, too."""
         worker = self._workers.get(number)
@@ -212,7 +208,7 @@ class Driver:
         self._advance(now)
 
     def worker_lost(self, number: int, why: str, now: float) -> None:
-        """Note that a worker is silent; `why` is a clause. It is out, and killed if need be."""
+        """Note that a worker is silent or stopped; `why` is a clause. It is out, and killed."""
         worker = self._workers.get(number)
         if worker is not None and worker.living and not self._finished:
             self._losses.give_up(worker, why, now)
@@ -269,7 +265,6 @@ class Driver:
         self._now, self._is_late, self._due_is_known = now, False, False
         self._follow_at = None
         for step in (
-            self._losses.skip_late_hosts,
             self._losses.give_up_closed,
             self._requirements.start_first,
             self._changes.tell,
@@ -327,7 +322,8 @@ class Driver:
         return limit is not None and self._worlds.resets > limit
 
     def _watch(self, now: float) -> None:
-        self._requirements.watch(now, self._fail)
+        if why := self._requirements.failure(now):
+            self._finish(1, why)
         self._requirements.tell(now, self._say)
 
     # -- the next world
@@ -342,7 +338,7 @@ class Driver:
         staying = self._placement.in_expected_order(now)
         if worlds.world and not any(each.number in worlds.members for each in staying):
             if not self._losses.unwinding:
-                self._fail(NO_PREVIOUS_HOSTS)
+                self._finish(1, NO_PREVIOUS_HOSTS)
             return
         chosen = self._placement.in_next_world(now)
         if len(chosen) < requirements.need():
@@ -394,9 +390,6 @@ class Driver:
             if end.code == 0 and self._losses.members():
                 self._say(f"the job is done: {self._losses.text} after its script was done")
             self._finish(end.code, end.sentence, end.results)
-
-    def _fail(self, sentence: str) -> None:
-        self._finish(1, sentence)
 
     def _order(self, command: Command) -> None:
         """Add a command; nothing comes after the end of the job."""

@@ -10,6 +10,14 @@ KILLED_WITH_SHELL = "was killed together with its shell"
 UNCAUGHT = 1  # what Python exits with after an exception
 
 
+def signal_name(number: int) -> str:
+    """Return "SIGKILL", or "signal 35" for a real-time signal, as most of these have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 @dataclass(frozen=True)
 class Failure:
     """The rank that failed first, and the exit code that the job gets from it."""

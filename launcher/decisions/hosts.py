@@ -34,7 +34,6 @@ class Agent:
     """The agent of a host. `losses` counts those in a row that failed to come, or were lost."""
 
     stand: Stand = Stand.ABSENT
-    since: float = 0.0
     losses: int = 0
     retry_at: float = 0.0
 
@@ -51,10 +50,9 @@ class Leave:
 class Hosts:
     """What is known of each host."""
 
-    def __init__(self, cooldowns: Cooldowns, start_timeout: float, host_timeout: float) -> None:
+    def __init__(self, cooldowns: Cooldowns, host_timeout: float) -> None:
         self.found: dict[str, int] | None = None  # None: discovery has not answered yet.
         self.cooldowns = cooldowns
-        self._start_timeout = start_timeout
         # Until the workers of an agent that was cut off have ended: their slots are not free.
         self._orphans_delay = LATER * host_timeout + ORPHAN_SECONDS
         self._agents: dict[str, Agent] = {}
@@ -126,18 +124,15 @@ class Hosts:
         agent = self.agent(host)
         return agent.stand is Stand.UP or agent.losses == 0
 
-    def start(self, host: str, now: float) -> None:
-        agent = self.agent(host)
-        agent.stand, agent.since = Stand.COMING, now
+    def start(self, host: str) -> None:
+        self.agent(host).stand = Stand.COMING
         self._leaving.pop(host, None)
 
-    def came(self, host: str) -> bool:
-        """Note that an agent can start workers; return whether one was expected."""
+    def came(self, host: str) -> None:
+        """Note that an agent can start workers, if one was expected."""
         agent = self.agent(host)
-        if agent.stand is not Stand.COMING:
-            return False
-        agent.stand, agent.losses = Stand.UP, 0
-        return True
+        if agent.stand is Stand.COMING:
+            agent.stand, agent.losses = Stand.UP, 0
 
     def end(self, host: str, now: float) -> None:
         self.agent(host).stand = Stand.ABSENT
@@ -166,21 +161,9 @@ class Hosts:
         """Return the hosts whose agents were started and have not come yet."""
         return [host for host, each in self._agents.items() if each.stand is Stand.COMING]
 
-    def overdue(self, now: float) -> list[str]:
-        """Return the hosts whose agents have not come within the start timeout."""
-        return [host for host, end in self._start_ends() if now >= end]
-
-    def _start_ends(self) -> list[tuple[str, float]]:
-        return [
-            (host, agent.since + self._start_timeout)
-            for host, agent in self._agents.items()
-            if agent.stand is Stand.COMING
-        ]
-
     def next_change(self, now: float) -> float | None:
-        """Return when the next host becomes usable, or its agent overdue."""
-        times = [end for _, end in self._start_ends()]
-        times += [agent.retry_at for agent in self._agents.values() if agent.retry_at > now]
+        """Return when the next host becomes usable."""
+        times = [agent.retry_at for agent in self._agents.values() if agent.retry_at > now]
         times += [leave.until for leave in self._leaving.values() if now < leave.until < FOREVER]
         times += filter(None, [self.cooldowns.next_end(now)])
         return min(times, default=None)

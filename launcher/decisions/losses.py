@@ -207,13 +207,6 @@ class Losses:
                 again = ""
             self._order(Say(f"host {host} was lost: {why}{again}"))
 
-    def skip_late_hosts(self, now: float) -> None:
-        """Lose the hosts whose agents have not come in time."""
-        for host in self._hosts.overdue(now):
-            self._order(DropAgent(host))
-            why = f"its agent has not come within {self._plan.start_timeout:g} s"
-            self.lose_host(host, why, True, now)
-
     def exclude_unreliable_hosts(self, now: float) -> None:
         """Give up the hosts that break world after world."""
         for host in {each.host: None for each in self._workers.living()}:

@@ -203,7 +203,7 @@ class Placement:
         for vacancy in due:
             agent = self._hosts.agent(vacancy.host)
             if agent.stand is Stand.ABSENT:
-                self._hosts.start(vacancy.host, now)
+                self._hosts.start(vacancy.host)
                 self._order(StartAgent(vacancy.host))
             elif agent.stand is Stand.UP:
                 starts.append(vacancy)

@@ -120,17 +120,18 @@ class Requirements:
 
     # -- time
 
-    def watch(self, now: float, fail: Callable[[str], None]) -> None:
-        """Call `fail` when slots have been missing for longer than the elastic timeout."""
+    def failure(self, now: float) -> str | None:
+        """Return how many slots have been missing for longer than the elastic timeout, if any."""
         missing = self._missing(now) if self._waiting else 0
         if not missing:
             self._short_since = None
-            return
+            return None
         if self._short_since is None:
             self._short_since = now
         limit = self._plan.elastic_timeout
-        if now >= self._short_since + limit:
-            fail(f"{self._short(missing)} for {limit:g} s (--elastic-timeout)")
+        if now < self._short_since + limit:
+            return None
+        return f"{self._short(missing)} for {limit:g} s (--elastic-timeout)"
 
     def _short(self, missing: int) -> str:
         need = self.need()

@@ -22,6 +22,7 @@ from hvdlite.common.membership.server import WorkerServer
 from hvdlite.common.plain.config import Config
 from hvdlite.launcher.command_line.job_kinds import check_cooldown
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan, Finish, StartWorker
+from hvdlite.launcher.decisions.endings import signal_name
 from hvdlite.launcher.elastic.driving import Driving, worker_variables
 from hvdlite.launcher.function import raise_failure
 from hvdlite.launcher.function_rank import Raised
@@ -126,7 +127,7 @@ class DirectJob(Driving):
         else:
             self.results[number] = answer
         if signal_number:
-            cause = f"killed by {signal.Signals(signal_number).name}"
+            cause = f"killed by {signal_name(signal_number)}"
         self.last_cause = cause or self.last_cause
         self.ended(number, code, cause, bool(signal_number))
 

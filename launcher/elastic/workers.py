@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.decisions.driver import Driver
+from hvdlite.launcher.decisions.endings import signal_name
 from hvdlite.launcher.decisions.lines import tells_of_world
 from hvdlite.launcher.elastic.driving import Driving, worker_variables
 from hvdlite.launcher.hosts.hosts import Host
@@ -51,8 +51,8 @@ class WorkerProcesses:
         }  # fmt: skip
         # What the driver is told as it is, with the time.
         self._events: dict[str, Callable[..., None]] = {
-            "said": driver.worker_said, "stopped": driver.worker_stopped,
-            "silent": driver.worker_lost, "closed": driver.worker_closed,
+            "said": driver.worker_said, "silent": driver.worker_lost,
+            "closed": driver.worker_closed,
         }  # fmt: skip
 
     def __bool__(self) -> bool:
@@ -128,18 +128,11 @@ class WorkerProcesses:
             self._live.note(FAILURE, f"a worker has ended: {cause or f'exit code {code}'}")
         by_signal = code < 0
         if by_signal:
-            cause = f"killed by {_signal_name(-code)}"
+            cause = f"killed by {signal_name(-code)}"
         self._driver.worker_ended(
             number, 128 - code if by_signal else code, cause if code else None, by_signal,
             time.monotonic(),
         )  # fmt: skip
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # One of the real-time signals.
-        return f"signal {number}"
 
 
 class ElasticWorkers(Driving, AgentUser):

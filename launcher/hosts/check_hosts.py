@@ -19,13 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import hvdlite
 from hvdlite.common.connections.loop import Timer
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.host_report import PACKAGES, Attempt, Facts, HostReport
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.probe import MARK
-from hvdlite.launcher.hosts.resources import print_cores_script
 from hvdlite.launcher.hosts.ssh import (
     agent_path,
     connect_seconds,
@@ -50,7 +48,6 @@ BOOTSTRAP = (
     "import sys, json; question = json.loads(sys.stdin.readline()); program = {'__name__': 'probe'}"
     "; exec(compile(question['program'], 'probe.py', 'exec'), program); program['main'](question)"
 )
-INTERFACES = Path("common", "transport", "tcp", "interfaces.py")
 
 
 def check_hosts(
@@ -225,14 +222,11 @@ def _command(host: Host, options: LaunchOptions, environ: Mapping[str, str]) -> 
 
 
 def _question(directory: str, ports: Sequence[int], environ: Mapping[str, str]) -> dict[str, Any]:
-    package = Path(hvdlite.__file__).parent
     return {
         "program": Path(__file__).with_name("probe.py").read_text(encoding="utf-8"),
-        "interfaces": (package / INTERFACES).read_text(encoding="utf-8"),
         "path": agent_path(environ).split(os.pathsep),
         "packages": list(PACKAGES),
         "directory": directory,
-        "cores_script": print_cores_script(),
         "ports": list(ports),
     }
 

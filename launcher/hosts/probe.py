@@ -1,8 +1,9 @@
 """Looks at the host that it runs on, for the launcher: versions, cores, and what it can reach.
 
-The launcher sends the text of this file to a Python there, so it imports nothing but the standard
-library, and must run on old Pythons, too: that they are too old is one of its findings. It reads
-one JSON object per line from standard input, a question, and prints one per answer:
+The launcher sends the text of this file to a Python there, so it needs nothing but the standard
+library, and must run on old Pythons, too: that they are too old, or have no hvdlite, is one of its
+findings. It reads one JSON object per line from standard input, a question, and prints one per
+answer:
 
     question    what to look at               {"path": [...], "packages": [...], ...}
     answer      the facts, and a port         {"python": "3.11.7", "port": 40123, ...}
@@ -21,7 +22,6 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -56,9 +56,9 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "directory": os.path.isdir(question["directory"]),
-        "cores": _count_cores(question["cores_script"]),
+        "cores": _count_cores(),
         "packages": _versions(question["packages"]),
-        "addresses": _addresses(question["interfaces"]),
+        "addresses": _addresses(),
         **_hvdlite(),
     }
 
@@ -83,16 +83,12 @@ def _versions(packages: list[str]) -> dict[str, str]:
     return {name: version for name, version in found.items() if version}  # None: a broken one
 
 
-def _addresses(interfaces: str) -> list[list[Any]]:
-    """Return [interface, address, bits of the subnet] of each that other hosts may connect to.
-
-    `interfaces` is the text of the module that lists them.
-    """
-    module: dict[str, Any] = {"__name__": "interfaces"}
+def _addresses() -> list[list[Any]]:
+    """Return [interface, address, bits of the subnet] of each that other hosts may connect to."""
     try:
-        exec(compile(interfaces, "interfaces.py", "exec"), module)
-        found = module["list_interfaces"]()
-    except Exception:  # an old Python
+        interfaces = importlib.import_module("hvdlite.common.base.networks")
+        found = interfaces.list_interfaces()
+    except Exception:  # No hvdlite, or an old Python: it can have no ranks.
         return []
     return [
         [each.name, each.address, each.prefix]
@@ -101,15 +97,12 @@ def _addresses(interfaces: str) -> list[list[Any]]:
     ]
 
 
-def _count_cores(script: str) -> int:
-    """Return how many cores a rank finds, as its script counts them."""
+def _count_cores() -> int:
+    """Return how many cores a rank may use."""
     try:
-        done = subprocess.run(
-            ["/bin/sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, check=True,
-        )  # fmt: skip
-        return max(1, min(map(int, done.stdout.split())))
-    except (OSError, ValueError, subprocess.CalledProcessError):
+        cores: int = importlib.import_module("hvdlite.launcher.hosts.resources").cores()
+        return cores
+    except Exception:
         return os.cpu_count() or 1
 
 

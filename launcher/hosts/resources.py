@@ -52,14 +52,9 @@ def count_cores_script(root: str = "") -> str:
     )
 
 
-def print_cores_script(root: str = "") -> str:
-    """Return the piece of shell that prints both counts; the smaller one may be used."""
-    return f'{count_cores_script(root)}echo "$cores $quota"'
-
-
 def cores(root: str = "") -> int:
     """Return how many cores this process may use, at least 1; a part of a core counts as none."""
-    script = print_cores_script(root)
+    script = f'{count_cores_script(root)}echo "$cores $quota"'
     try:
         done = subprocess.run(
             ["/bin/sh", "-c", script], stdin=subprocess.DEVNULL, capture_output=True, text=True,

@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 
 import hvdlite
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.decisions.endings import signal_name
 
 AGENT_MODULE = "hvdlite.launcher.agent_process.agent"
 CONNECT_SECONDS = 10  # Also for the greeting of a server that accepts connections and hangs.
@@ -185,7 +185,7 @@ def spell_end(code: int | None) -> str:
     if code is None:
         return "closed its connection"
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {signal_name(-code)}"
     return f"ended with exit code {code}"
 
 

@@ -39,7 +39,7 @@ def load(folder: Path, like: Any, layout: Any, **options: Any) -> list[Any]:
 
     def main(rank: int) -> Any:
         state = {"w": np.zeros_like(cut(like, layout, rank))}
-        hvd.checkpoint.load(folder, state, {"w": layout}, **options)
+        assert hvd.checkpoint.load(folder, state, {"w": layout}, **options) is state
         return state["w"]
 
     return run_ranks(layout.ranks, main)

@@ -85,7 +85,7 @@ def test_a_host_that_is_given_up_by_an_exception_keeps_its_agent_for_the_traceba
 @pytest.mark.parametrize("admit", ["ready", "wait"])
 def test_a_worker_that_is_given_up_has_ended_before_another_takes_its_slot(admit: str) -> None:
     job = running({"a": 3}, num_proc=3, admit=admit)
-    job.event("worker_stopped", 1)
+    job.event("worker_lost", 1, "its process was stopped")
     assert job.processes[1].last("end") == [
         "end", 1, "rank 1 (host a) was given up: its process was stopped"
     ]  # fmt: skip

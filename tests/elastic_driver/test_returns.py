@@ -264,7 +264,7 @@ def test_a_slot_is_free_when_its_process_has_ended() -> None:
 
 
 def test_a_lost_host_that_is_tried_again_is_no_capacity() -> None:
-    job = running({"a": 1, "b": 1}, min_np=2, elastic_timeout=10, start_timeout=4)
+    job = running({"a": 1, "b": 1}, min_np=2, elastic_timeout=10)
     job.lose_host("b")
     job.slow_hosts.add("b")
     job.wait(10.1)

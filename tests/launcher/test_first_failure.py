@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from hvdlite.launcher.decisions import endings as ending
-from hvdlite.launcher.decisions.endings import Ending, Failure, FirstFailure
+from hvdlite.launcher.decisions.endings import Ending, Failure, FirstFailure, signal_name
+from hvdlite.launcher.hosts.ssh import spell_end
 
 
 def first_failure(*events: str) -> FirstFailure:
@@ -107,3 +108,9 @@ def test_each_step_comes_once_and_in_time() -> None:
 def test_after_a_signal_all_is_over_within_five_seconds(plan: ending.Plan) -> None:
     assert plan[-1][1] == ending.ABANDON
     assert sum(seconds for seconds, _ in plan) < 4.5
+
+
+def test_signals_that_have_no_name() -> None:
+    assert signal_name(signal.SIGKILL) == "SIGKILL"
+    assert signal_name(signal.SIGRTMIN + 1) == f"signal {signal.SIGRTMIN + 1}"
+    assert spell_end(-signal.SIGRTMIN - 1) == f"was killed by signal {signal.SIGRTMIN + 1}"

@@ -122,6 +122,31 @@ def test_training_of_tensorflow(tmp_path: Path) -> None:
     assert "hvdlite tape / MWMS" in output
 
 
+def test_goals_are_compared_round_by_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    goals = import_module("goals")
+    steps = {"floor": 1.0, "DDP gloo": 3.0, "hvdlite": 1.5, "hvdlite views": 2.0}
+
+    def run(part: Any) -> Any:
+        for entry, seconds in steps.items():
+            yield {"network": "wide", "entry": entry, "jobs": [seconds]}
+
+    monkeypatch.setattr(goals, "run", run)
+    script = str(BENCHMARKS / "goals.py")
+    words = [script, "--part", "steps", "--minutes", "0", "--json", str(tmp_path / "g.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    goals.main()
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    found = {(line[0], *line[3:]) for line in cells if len(line) == 7}
+    floor = "1.00 s (1.00 to 1.00)"
+    assert ("wide, hvdlite", "", "0.50 (0.50 to 0.50)", "0.65", "met") in found
+    assert ("wide, hvdlite", floor, "0.25 (0.25 to 0.25)", "0.40", "met") in found
+    assert ("wide, hvdlite views", floor, "0.50 (0.50 to 0.50)", "0.40", "missed") in found
+
+
 def test_hosts(tmp_path: Path) -> None:
     with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
         pass

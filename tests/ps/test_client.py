@@ -212,12 +212,30 @@ def test_a_message_has_as_many_arrays_as_a_large_table_has_blocks() -> None:
 
 def test_many_operations_that_fail_at_once_fail_one_after_another() -> None:
     operations, first, results = OrderedOperations(), list[Any](), list[Any]()
-    operations.add(first.append, results.append)
+    operations.push(first.append, results.append)
     for _ in range(5000):
-        operations.add(lambda done: done(ValueError("rolled back")), results.append)
+        operations.push(lambda done: done(ValueError("rolled back")), results.append)
     assert results == []
     first[0](Message("pushed"))
     assert [type(each) for each in results] == [Message] + [ValueError] * 5000
+
+
+def test_a_pull_follows_a_push_at_once_and_a_push_waits_for_all_before_it() -> None:
+    operations, begun, ends = OrderedOperations(), list[str](), list[Any]()
+
+    def begin(word: str) -> Callable[[Any], None]:
+        return lambda done: begun.append(word) or ends.append(done)
+
+    for word in ("push 0", "pull 0", "pull 1", "push 1"):
+        add = operations.push if word.startswith("push") else operations.pull
+        add(begin(word), lambda _result: None)
+    assert begun == ["push 0", "pull 0"]
+    ends[0](Message("pushed"))
+    assert begun == ["push 0", "pull 0"]
+    ends[1](Message("values"))
+    assert begun == ["push 0", "pull 0", "pull 1"]
+    ends[2](Message("values"))
+    assert begun == ["push 0", "pull 0", "pull 1", "push 1"]
 
 
 @pytest.mark.parametrize("encrypted", [False, True])

@@ -15,7 +15,7 @@ def train(mode: Mode, workers: int, steps: int, choose: random.Random) -> list[t
     waiting = {worker: clocks.enter(worker) for worker in range(workers)}  # worker -> pull's clock
     seen = []
     while waiting:
-        free = [worker for worker, clock in waiting.items() if clocks.may_pull(clock)]
+        free = [worker for worker, clock in waiting.items() if clocks.may_pull(worker, clock)]
         assert free, "nobody can go on"
         worker = choose.choice(free if choose.random() < 0.5 else free[:1])
         if waiting[worker] == steps:

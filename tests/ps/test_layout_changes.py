@@ -296,7 +296,9 @@ class Stale:
         """Let a worker pull, or push to some servers at least; return whether it could."""
         steps = self.steps[worker]
         if not self.pulled[worker]:
-            may = all(each.may_pull(step) for each, step in zip(self.clocks, steps, strict=True))
+            may = all(
+                each.may_pull(worker, step) for each, step in zip(self.clocks, steps, strict=True)
+            )
             self.pulled[worker] = may
             return may
         lowest = min(steps)

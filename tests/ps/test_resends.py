@@ -95,3 +95,21 @@ def test_a_pull_is_not_sent_again_while_a_large_answer_may_be_on_its_way() -> No
     now[0] += 2.0
     connection.look()
     assert peer.sent[-1] == peer.sent[3]  # The pull waits behind the push.
+
+
+def test_nothing_is_sent_again_while_others_are_answered_but_for_some_seconds() -> None:
+    """A server with much to do answers late, and would only have more to do."""
+    peer, now = Peer(), [0.0]
+    connection = Connection(cast("Caller", peer), lambda: now[0])
+    ignored = connection.send(Message("pull", table="t"))
+    times = []
+    while now[0] < 20.0:
+        peer.answers.append(Message("pushed", connection.send(Message("push", table="u")), "u"))
+        now[0] += 0.05
+        peer.answer(connection)
+        sent = len(peer.sent)
+        connection.look()
+        times += [now[0]] * (len(peer.sent) - sent)
+    assert {message.request for message in peer.sent if message.kind == "pull"} == {ignored}
+    assert times[0] == pytest.approx(0.1 + 0.2 + 0.4 + 0.8 + 1.6 + 3.0, abs=0.5)
+    assert connection.resent == len(times) == 5

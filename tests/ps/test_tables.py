@@ -184,6 +184,19 @@ def test_a_late_worker_does_not_change_what_was_answered() -> None:
     assert first.values[0].tobytes() != before
 
 
+@pytest.mark.parametrize("mode", [Mode(ASYNC), Mode(SSP, 4)])
+def test_a_pull_that_overtakes_its_push_is_answered_with_it(mode: Mode) -> None:
+    """A push may be sent again while the pull that was sent behind it arrives at once."""
+    table, workers = new_table(mode), job(1)
+    (worker,) = workers.values()
+    deliver(table, workers, worker.start(table))
+    before = worker.values[0].tobytes()
+    assert worker.pull(table, 1) == []
+    deliver(table, workers, worker.push(table))
+    assert worker.kinds[-2:] == ["pushed", "values"]
+    assert worker.values[0].tobytes() != before
+
+
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_server_that_returns_takes_the_newest_values(every: int, seed: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.base.report_failure import OWN_FOLDER
+from hvdlite.common.base.user_frames import OWN_FOLDER
 from hvdlite.tf.calls import runner
 from tests.ranks import run_ranks
 

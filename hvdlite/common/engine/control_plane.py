@@ -8,26 +8,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import ClassVar
 
-from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
-from hvdlite.common.base.report_failure import (
-    LONGEST_TEXT,
-    launcher_pipe,
-    main_thread_stack,
-    tell_launcher,
-)
+from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.collectives.between_hosts.carried import add_up
 from hvdlite.common.decisions.aggregator import Aggregator
-from hvdlite.common.decisions.control_tree import ROOT, Tree
+from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.decisions.coordinator import Coordinator
-from hvdlite.common.decisions.stall_inspector import FIRST_SECONDS, DeadlockDetector, StallInspector
 from hvdlite.common.devices.agreement import Ballot
 from hvdlite.common.engine.response_memory import ResponseMemory
+from hvdlite.common.engine.stall_watch import StallWatch
+from hvdlite.common.engine.tree_links import ClockOffset, LauncherOrders, TreeLinks
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import (
-    EVERY_RANK,
     Abort,
     Capabilities,
     ClockQuery,
@@ -37,7 +29,6 @@ from hvdlite.common.plain.messages import (
     DeviceRuns,
     Figures,
     LauncherOrder,
-    Message,
     Order,
     Orders,
     Report,
@@ -49,7 +40,6 @@ from hvdlite.common.plain.messages import (
     WaitQuery,
     WaitReply,
     decode,
-    encode,
 )
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
@@ -77,28 +67,20 @@ class ControlPlane:
         # Set by `Engine.abandon`, from any thread: every `receive` raises a copy of it. The
         # traceback of a raised error refers to the engine, which would keep itself alive by it.
         self.abandoned: HorovodInternalError | None = None
-        # How far the monotonic clock of rank 0 is ahead; 0 until `ask_clock` is answered.
-        self.clock_offset_seconds = 0.0
         self._rank = transport.rank
         self._transport, self._timeline, self._memory = transport, timeline, memory
         self._process_sets, self._clock = process_sets, clock
-        self._tree = Tree(transport.topology, transport.rank)
+        self._links = links = TreeLinks(transport)
+        self._tree, self._departed = links.tree, links.departed
+        self.launcher_orders = LauncherOrders(links)
+        host_of = transport.topology.host_of
+        self.clock_offset = ClockOffset(
+            links, timeline, clock, same=host_of[self._rank] == host_of[ROOT]
+        )
         # Only connections to these ranks are watched: their Departed comes on the same path, and so
         # before the connection closes. A connection to another rank may close first.
         self._neighbours = self._tree.neighbours
-        self._departed: set[int] = set()  # Ranks that have shut down.
         self._lost: set[int] = set()  # Ranks whose connection closed before they departed.
-        self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
-        self._deadlocks = DeadlockDetector()
-        # The number of the question of rank 0 for which tensors this rank waits; 0 once `answer`ed.
-        self.asked = 0
-        # Orders of the launcher that came before `take_orders`, and what gets them from then on.
-        self._early_orders: deque[str] = deque()
-        self._take_order: Callable[[str], None] | None = None
-        self._stacks: dict[int, str] = {}  # What rank 0 has shown of each rank's main thread.
-        self._watches_stalls = not config.stall_check_disable and (
-            config.stall_warning_seconds > 0 or config.stall_shutdown_seconds > 0
-        )
         size = transport.topology.size
         leads = bool(self._tree.children) and not self._tree.is_root
         sets = process_sets.added()
@@ -118,6 +100,23 @@ class ControlPlane:
                 sets=sets,
                 add_up=self._add_up,
             )
+        self.stalls = StallWatch(
+            config, links, self._coordinator, self._aggregator, self.pass_on, clock
+        )
+        self._handlers: dict[type, Callable[..., None]] = {
+            Reports: lambda message: self.report(message.reports),
+            Orders: self._on_orders,
+            Abort: _raise_reason,
+            Depart: lambda message: self.depart(message.rank, message.reason),
+            Capabilities: self._on_capabilities,
+            StackQuery: self.stalls.on_stack_query,
+            StackReply: self.stalls.on_stack_reply,
+            WaitQuery: self.stalls.on_wait_query,
+            WaitReply: self.stalls.on_wait_reply,
+            LauncherOrder: self.launcher_orders.on_order,
+            ClockQuery: self.clock_offset.on_query,
+            ClockReply: self.clock_offset.on_reply,
+        }
 
     def _add_up(self, request: Request, ranks: Sequence[int], data: Mapping[int, bytes]) -> bytes:
         """Return the sum of what members have sent inside their requests."""
@@ -147,10 +146,10 @@ class ControlPlane:
         """Count what this rank or a rank below has ready, or pass it to the parent."""
         counter = self._coordinator or self._aggregator
         if counter is None:
-            self._send_up(Reports(tuple(reports)))
+            self._links.send_up(Reports(tuple(reports)))
             return
         now = self._clock()
-        self._deadlocks.disturb()
+        self.stalls.disturb()
         for report in reports:
             counter.receive(report, now)
             if self._timeline.enabled:
@@ -163,7 +162,7 @@ class ControlPlane:
         if self._coordinator is not None:
             self._coordinator.depart(rank, reason)
         else:
-            self._send_up(Depart(rank, reason))
+            self._links.send_up(Depart(rank, reason))
 
     def retune(self, retune: Retune) -> None:
         """Order all ranks to use these settings. Rank 0 only."""
@@ -184,24 +183,12 @@ class ControlPlane:
         if self._coordinator is not None:
             orders = self._coordinator.pop_orders()
             if orders:
-                self._deadlocks.disturb()
+                self.stalls.disturb()
                 self._on_orders(Orders(orders))
         elif self._aggregator is not None:
             reports = self._aggregator.pop_reports()
             if reports:
-                self._send_up(Reports(reports))
-
-    def ask_clock(self) -> None:
-        """Ask how far the clock of rank 0 is ahead.
-
-        The answer is the midpoint estimate of Cristian ("Probabilistic clock synchronization",
-        1989): the reply was sent in the middle between question and answer, on average.
-        """
-        host_of = self._transport.topology.host_of
-        if host_of[self._rank] == host_of[ROOT]:
-            self._set_clock_offset(0.0)  # All processes of a host share one monotonic clock.
-        else:
-            self._send_up(ClockQuery(self._rank, self._clock_ns()))
+                self._links.send_up(Reports(reports))
 
     def _record_readiness(self, report: Report) -> None:
         """Show in the timeline which ranks are ready for which tensors."""
@@ -226,7 +213,7 @@ class ControlPlane:
                 raise PeerLostError((_end_text if has_departed else _loss_text)(rank), rank=rank)
             return
         message = decode(body, rank)
-        self._handlers[type(message)](self, message)
+        self._handlers[type(message)](message)
 
     def _needed_by_nobody(self, rank: int) -> bool:
         """Return whether a neighbour, and all ranks that report by way of it, have departed.
@@ -237,9 +224,6 @@ class ControlPlane:
         below = self._tree.subtree if is_parent else self._tree.subtree_of(rank)
         return rank in self._departed and below <= self._departed
 
-    def _on_reports(self, message: Reports) -> None:
-        self.report(message.reports)
-
     def _on_orders(self, message: Orders) -> None:
         for order in message.orders:
             if self._aggregator is not None:
@@ -248,183 +232,17 @@ class ControlPlane:
                 log.debug("rank %d: rank %d has shut down", self._rank, order.rank)
                 self._departed.add(order.rank)
         self.orders.extend(message.orders)
-        self._send_down(message)
-
-    def _on_abort(self, message: Abort) -> None:
-        raise _reason_of(message)
-
-    def _on_depart(self, message: Depart) -> None:
-        self.depart(message.rank, message.reason)
+        self._links.send_down(message)
 
     def _on_capabilities(self, message: Capabilities) -> None:
         if self._coordinator is None:
-            self._send_up(message)
+            self._links.send_up(message)
             return
         common = self._ballot.receive(message.rank, message.runs)
         if common is not None:
             log.debug("all ranks run on devices: %s", "; ".join(common) or "nothing")
             self._coordinator.announce(DeviceRuns(common))
             self.pass_on()  # Before the segments of requests that came after it.
-
-    def _on_stack_query(self, message: StackQuery) -> None:
-        self._send_down(message)
-        if self._rank in message.ranks:
-            self._on_stack_reply(StackReply(self._rank, main_thread_stack()))
-
-    def _on_stack_reply(self, message: StackReply) -> None:
-        if self._tree.is_root:
-            stack = message.stack.rstrip()
-            shown = " where it was" if stack == self._stacks.get(message.rank) else f"\n{stack}"
-            self._stacks[message.rank] = stack
-            log.warning("main thread of rank %d:%s", message.rank, shown)
-        else:
-            self._send_up(message)
-
-    def _on_wait_query(self, message: WaitQuery) -> None:
-        self._send_down(message)
-        self.asked = message.number if self._rank in message.ranks else 0
-
-    def answer(self, waits: Sequence[tuple[str, str]]) -> None:
-        """Tell rank 0 for which tensors the threads of this rank wait, and where.
-
-        All that they had submitted before must be reported, and all orders be obeyed.
-        """
-        number, self.asked = self.asked, 0
-        names, places = zip(*waits, strict=True) if waits else ((), ())
-        self._on_wait_reply(WaitReply(number, self._rank, names, places))
-
-    def _on_wait_reply(self, message: WaitReply) -> None:
-        if self._aggregator is not None:  # What it holds was submitted before.
-            self._aggregator.flush(self._clock())
-            self.pass_on()
-        if self._coordinator is None:
-            self._send_up(message)
-            return
-        text = self._deadlocks.receive(message, self._coordinator.waiting())
-        if text is not None:
-            log.warning(text)
-            first, *ranks = text.splitlines()
-            _tell_of_stall("\n".join([first.partition(". ")[0] + ":", *ranks]))
-
-    def pass_order(self, rank: int, line: str) -> None:
-        """Give an order of the launcher to a rank, or to EVERY_RANK."""
-        self._on_launcher_order(LauncherOrder(rank, line))
-
-    def take_orders(self, take: Callable[[str], None]) -> None:
-        """Let ``take(line)`` have the orders of the launcher for this rank, from any thread."""
-        self._take_order = take
-        self._hand_over_orders()
-
-    def _hand_over_orders(self) -> None:
-        # Either this thread finds an order that came meanwhile, or the other one finds `take`.
-        while self._take_order is not None and self._early_orders:
-            with suppress(IndexError):
-                self._take_order(self._early_orders.popleft())
-
-    def _on_launcher_order(self, message: LauncherOrder) -> None:
-        if not (self._tree.is_root or message.descends):
-            self._send_up(message)
-            return
-        self._send_down(message._replace(descends=1))
-        if message.rank in (self._rank, EVERY_RANK):
-            self._early_orders.append(message.line)
-            self._hand_over_orders()
-
-    def _on_clock_query(self, message: ClockQuery) -> None:
-        if self._tree.is_root:
-            self._send_down(ClockReply(message.rank, message.time_ns, self._clock_ns()))
-        else:
-            self._send_up(message)
-
-    def _on_clock_reply(self, message: ClockReply) -> None:
-        if message.rank != self._rank:
-            self._send_down(message)
-            return
-        middle_ns = (message.asked_ns + self._clock_ns()) // 2
-        self._set_clock_offset((message.answered_ns - middle_ns) / 1e9)
-
-    def _clock_ns(self) -> int:
-        return int(self._clock() * 1e9)
-
-    def _set_clock_offset(self, seconds: float) -> None:
-        log.debug("rank %d: the clock of rank 0 is ahead by %.6f s", self._rank, seconds)
-        self.clock_offset_seconds = seconds
-        self._timeline.set_clock_offset(seconds)
-
-    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
-        Reports: _on_reports,
-        Orders: _on_orders,
-        Abort: _on_abort,
-        Depart: _on_depart,
-        StackQuery: _on_stack_query,
-        StackReply: _on_stack_reply,
-        WaitQuery: _on_wait_query,
-        WaitReply: _on_wait_reply,
-        LauncherOrder: _on_launcher_order,
-        ClockQuery: _on_clock_query,
-        ClockReply: _on_clock_reply,
-        Capabilities: _on_capabilities,
-    }
-
-    def _send_up(self, message: Message) -> None:
-        self._transport.send(self._tree.parent, encode(message))
-
-    def _send_down(self, message: Message) -> None:
-        children = self._tree.children
-        if not isinstance(message, Orders):  # A rank must still receive its own Departed.
-            children = tuple(child for child in children if not self._has_ended(child))
-        body = encode(message) if children else b""
-        for child in children:
-            self._transport.send(child, body)
-
-    def _has_ended(self, child: int) -> bool:
-        """Return whether a child and all below it, which its engine serves, have departed."""
-        return child in self._departed and self._tree.subtree_of(child) <= self._departed
-
-    # -- stalls
-
-    def next_inspection(self) -> float | None:
-        """Return when to call `inspect` next; None while nothing waits."""
-        counter = self._coordinator or self._aggregator
-        oldest = None if counter is None else counter.oldest
-        if oldest is None or not self._watches_stalls:
-            return None
-        if self._coordinator is not None:
-            return min(self._stalls.next_check(oldest), self._deadlocks.next_check(oldest))
-        return oldest + self._hold_seconds
-
-    @property
-    def _hold_seconds(self) -> float:
-        """The seconds that a leader holds incomplete tensors: rank 0 must hear before it warns."""
-        return min(self._stalls.report_seconds / 2, FIRST_SECONDS)
-
-    def inspect(self) -> None:
-        """Warn of tensors that some ranks do not submit, or ask what they wait for, if it is time.
-
-        Raises `HorovodInternalError` after the shutdown time, which fails the job.
-        """
-        due, now = self.next_inspection(), self._clock()
-        if due is None or now < due:
-            return
-        if self._aggregator is not None:
-            log.debug("rank %d: passes on tensors that some ranks do not submit", self._rank)
-            self._aggregator.flush(now - self._hold_seconds)
-            self.pass_on()
-        if self._coordinator is None:
-            return
-        oldest = self._coordinator.oldest
-        assert oldest is not None  # Else nothing would be due.
-        query = self._deadlocks.ask(self._coordinator.waiting(), oldest, now)
-        if query is not None:
-            self._on_wait_query(query)
-        report = self._stalls.inspect(self._coordinator.waiting(), now)
-        if report is None:
-            return
-        log.warning(report.text)
-        _tell_of_stall(report.text)
-        if report.shutdown:
-            raise StalledError(report.text, report.missing)
-        self._on_stack_query(StackQuery(report.missing))
 
     # -- failures
 
@@ -475,17 +293,16 @@ class ControlPlane:
         """Tell the ranks above and below that the job fails. Never raises."""
         message = Abort(-1 if error.rank is None else error.rank, str(error))
         try:
-            self._send_down(message)
+            self._links.send_down(message)
             if not self._tree.is_root:
-                self._send_up(message)
+                self._links.send_up(message)
             self._transport.receive(0)
         except Exception as second:  # Other ranks see that the connections of this rank close.
             log.debug("rank %d: %s, while telling why the job fails", self._rank, second)
 
 
-def _tell_of_stall(text: str) -> None:
-    if launcher_pipe() is not None:
-        tell_launcher("stall", " ".join(text.split())[:LONGEST_TEXT])
+def _raise_reason(message: Abort) -> None:
+    raise _reason_of(message)
 
 
 def _reason_of(message: Abort) -> HorovodInternalError:

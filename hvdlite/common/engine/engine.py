@@ -235,7 +235,7 @@ class Engine:
         Those that have come before are handed over at once. `take` is called on the engine thread,
         too, and must not wait.
         """
-        self._control_plane.take_orders(take)
+        self._control_plane.launcher_orders.take(take)
 
     def pass_launcher_order(self, rank: int, line: str) -> None:
         """Pass an order of the launcher on to a rank, or to EVERY_RANK; any thread, never waits."""
@@ -250,7 +250,7 @@ class Engine:
     @property
     def clock_offset_seconds(self) -> float:
         """How far the monotonic clock of rank 0 is ahead; 0 until rank 0 has answered."""
-        return self._control_plane.clock_offset_seconds
+        return self._control_plane.clock_offset.seconds
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Call `observer` with each segment that has run from now on.
@@ -308,7 +308,7 @@ class Engine:
         try:
             self._pin()
             log.debug("rank %d: the engine starts; hosts %s", self.rank, self.topology.hosts)
-            self._control_plane.ask_clock()
+            self._control_plane.clock_offset.ask()
             if self._capabilities:
                 self._control_plane.tell_capabilities(self._capabilities)
             while not self._control_plane.finished:
@@ -363,12 +363,12 @@ class Engine:
             # Executing an order can produce a report, which can complete further tensors.
             self._control_plane.pass_on()
             return
-        if self._control_plane.asked:
+        if self._control_plane.stalls.asked:
             waits = self._pending.waits()  # Before the report, which has all that threads did then.
             self._report_entries(gathers=False)
             self._control_plane.pass_on()
-            self._control_plane.answer(waits)
-        self._control_plane.inspect()
+            self._control_plane.stalls.answer(waits)
+        self._control_plane.stalls.inspect()
 
     def _negotiate_meanwhile(self) -> None:
         """Receive, report and pass on, but execute no order, while a collective waits.
@@ -409,7 +409,7 @@ class Engine:
         More may gather before, where this thread has no order to execute meanwhile.
         """
         while self._launcher_orders:
-            self._control_plane.pass_order(*self._launcher_orders.popleft())
+            self._control_plane.launcher_orders.send(*self._launcher_orders.popleft())
         departs = self._shutdown_requested.is_set()
         entries = self._inbox.drain(everything=departs, gathers=gathers)
         if entries:
@@ -425,9 +425,9 @@ class Engine:
         if self._control_plane.orders or not self._inbox.may_sleep():
             return 0
         leaves = self._shutdown_requested.is_set() and not self._departure_sent
-        if leaves or self._control_plane.asked:
+        if leaves or self._control_plane.stalls.asked:
             return 0
-        due = self._control_plane.next_inspection()
+        due = self._control_plane.stalls.next_inspection()
         return None if due is None else max(due - self._clock(), 0)
 
     # -- orders

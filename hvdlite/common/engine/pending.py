@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from traceback import walk_stack
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.report_failure import call_of_user, is_of_user
+from hvdlite.common.base.user_frames import call_of_user, is_of_user
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.entries import Entry, Key
 from hvdlite.common.plain.handles import Handle

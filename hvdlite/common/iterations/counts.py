@@ -9,7 +9,10 @@ The times of steps are those of the iteration trace, by fewer hooks.
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import operator
 import os
 import resource
 import threading
@@ -235,13 +238,26 @@ class Counts(Following):
         return PERIOD_SECONDS * (len(runtime.topology.peers(runtime.rank)) if by_output else 1)
 
 
+class _Collections(map):  # type: ignore[type-arg]
+    """Takes its next element whenever a collection of garbage starts or stops.
+
+    Nothing of it is Python code, in which a signal could raise `KeyboardInterrupt`: where a
+    callback of `gc` raises, a user's Ctrl-C would be printed as ignored, and would be lost.
+    """
+
+    start = stop = property(fset=next)
+
+
 class ProcessFacts:
     """What the kernel and Python know of this process. What cannot be read is left out."""
 
     def __init__(self) -> None:
-        self._gc_seconds = 0.0
-        self._gc_began = 0.0
         self._probes: list[float] = []
+        # The seconds of all collections; while one runs, they lack the time at which it will end.
+        self._gc_seconds = deque([0.0], maxlen=1)
+        times = map(operator.mul, iter(time.monotonic, None), itertools.cycle((-1, 1)))
+        watch = _Collections(self._gc_seconds.append, itertools.accumulate(times))
+        self._on_collection = functools.partial(setattr, watch)
         gc.callbacks.append(self._on_collection)
 
     def close(self) -> None:
@@ -249,16 +265,11 @@ class ProcessFacts:
         with suppress(ValueError):
             gc.callbacks.remove(self._on_collection)
 
-    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        if phase == "start":
-            self._gc_began = time.monotonic()
-        else:
-            self._gc_seconds += time.monotonic() - self._gc_began
-
     def values(self) -> dict[str, float]:
         """Return what is known now."""
+        gc_seconds = self._gc_seconds[0]
         found: dict[str, float] = {
-            "gc_seconds_total": self._gc_seconds,
+            "gc_seconds_total": gc_seconds + (time.monotonic() if gc_seconds < 0 else 0.0),
             "major_faults_total": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
             "core_speed": self._core_speed(),
             "cores": os.cpu_count() or 1,

@@ -17,9 +17,9 @@ from hvdlite.common.base.report_failure import (
     EVENTS_VARIABLE,
     STANDARD_ERROR,
     launcher_pipe,
-    main_thread_stack,
     tell_launcher,
 )
+from hvdlite.common.base.user_frames import main_thread_stack
 from hvdlite.common.connections.orders import (
     BEGUN,
     COUNT,

@@ -1,9 +1,7 @@
 """Strategies for all operators of a graph by search: the fewest bytes in a step of training.
 
-What a strategy costs depends on those of the neighbours alone. So operators are eliminated one by
-one, as in dynamic programming over a chain: for each combination of its neighbours' strategies the
-best one of an operator is noted, with what it costs, until none is left; then all are read back.
-A residual connection makes triples of neighbours, and rarely more.
+What a strategy costs depends on those of the neighbours alone, so that `elimination` finds the best
+ones.
 
 Counted are the bytes that a rank receives forward and backward: between operators, for partial
 sums, and for gradients of parameters that several ranks have. Bytes from other hosts, and what a
@@ -15,19 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from hvdlite.common.layouts.elimination import eliminate
 from hvdlite.common.layouts.exchange import along, missing_by_link
 from hvdlite.common.layouts.layout import Layout, prime_factors
 from hvdlite.common.layouts.operators import Operand, Operator, candidates, layout_of
 from hvdlite.common.layouts.transfer import allreduce_bytes, bytes_to_receive, common_shape
 
 Cuts = tuple[int, ...]
-# A table of more combinations is not made: an operator with many neighbours is decided before.
-_MOST_COMBINATIONS = 1 << 21
 _ROUNDS = 24
 
 
@@ -123,11 +120,11 @@ def _solve(
 ) -> dict[str, Cuts]:
     """Return the best choices; within a limit by a price for memory that rises until they fit."""
     costs = _Costs(operators, choices, ranks, ends)
-    found = _eliminate(costs, 0.0)
+    found = costs.best()
     if memory_limit is None or costs.memory(found) <= memory_limit:
         return costs.named(found)
     low, high = 0.0, 1e9
-    found = _eliminate(costs, high)
+    found = costs.best(high)
     if costs.memory(found) > memory_limit:
         if not is_last:
             return costs.named(found)
@@ -138,7 +135,7 @@ def _solve(
         )
     for _ in range(_ROUNDS):
         price = math.sqrt(max(low, 1e-6) * high)
-        attempt = _eliminate(costs, price)
+        attempt = costs.best(price)
         if costs.memory(attempt) <= memory_limit:
             found, high = attempt, price
         else:
@@ -173,6 +170,11 @@ class _Costs:
             for output in operator.outputs:
                 if output.tensor in ends.outputs:
                     self._add_share(index, output, operator.bytes_per_element)
+
+    def best(self, price: float = 0.0) -> list[int]:
+        """Return the number of the best choice of each operator, with a price for memory."""
+        pairs = zip(self.alone, self.held, strict=True)
+        return eliminate([alone + price * held for alone, held in pairs], self.pairs)
 
     def named(self, found: Sequence[int]) -> dict[str, Cuts]:
         pairs = zip(self._operators, self.choices, found, strict=True)
@@ -299,100 +301,3 @@ def _slowness(matrix: tuple[int, ...], axes: tuple[int, ...], speed: Speed) -> f
             share = (hosts - 1) / hosts / max(each, 1) / ((len(members) - 1) / len(members))
             most = max(most, 1 + (speed.between - 1) * share)
     return most
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Costs by the choices of some operators, in the order of their numbers."""
-
-    of: tuple[int, ...]
-    costs: Any
-
-
-def _eliminate(costs: _Costs, price: float) -> list[int]:
-    """Return the number of the best choice of each operator."""
-    tables: list[_Table] = [
-        _Table((index,), alone + price * held)
-        for index, (alone, held) in enumerate(zip(costs.alone, costs.held, strict=True))
-    ]
-    tables += [_Table(pair, table) for pair, table in costs.pairs.items()]
-    by_operator: dict[int, set[int]] = {index: set() for index in range(len(costs.choices))}
-    for number, table in enumerate(tables):
-        for index in table.of:
-            by_operator[index].add(number)
-    neighbours: list[set[int]] = [set() for _ in costs.choices]
-    for one, other in costs.pairs:
-        neighbours[one].add(other)
-        neighbours[other].add(one)
-    sizes = [len(each) for each in costs.choices]
-    steps: list[tuple[int, tuple[int, ...], Any]] = []
-    left = set(range(len(sizes)))
-    while left:
-        others: tuple[int, ...] = ()
-        index = min(left, key=lambda each: (_product(sizes, neighbours[each]), each))
-        if _product(sizes, neighbours[index]) * sizes[index] > _MOST_COMBINATIONS:
-            index = max(left, key=lambda each: (len(neighbours[each]), -each))
-            best = _sum_of([tables[n] for n in by_operator[index]], (index,), least=True)
-            chosen = int(best.argmin())
-            steps.append((index, (), chosen))
-        else:
-            others = tuple(sorted(neighbours[index]))
-            joined = _sum_of([tables[n] for n in by_operator[index]], (*others, index))
-            steps.append((index, others, joined.argmin(-1)))
-            chosen = -1
-        _remove(index, others, chosen, tables, by_operator, neighbours)
-        if chosen < 0 and others:
-            number = len(tables)
-            tables.append(_Table(others, joined.min(-1)))
-            for each in others:
-                by_operator[each].add(number)
-        left.remove(index)
-    found = [0] * len(sizes)
-    for index, others, best in reversed(steps):
-        found[index] = int(best[tuple(found[each] for each in others)]) if others else int(best)
-    return found
-
-
-def _product(sizes: Sequence[int], of: Collection[int]) -> int:
-    return math.prod(sizes[each] for each in of)
-
-
-def _remove(
-    index: int,
-    others: tuple[int, ...],
-    chosen: int,
-    tables: list[_Table],
-    by_operator: dict[int, set[int]],
-    neighbours: list[set[int]],
-) -> None:
-    """Take an operator out of the tables; those of a chosen one stay, for its neighbours."""
-    for number in sorted(by_operator.pop(index)):
-        table = tables[number]
-        for each in table.of:
-            if each != index:
-                by_operator[each].discard(number)
-        if chosen >= 0 and len(table.of) > 1:
-            place = table.of.index(index)
-            rest = tuple(each for each in table.of if each != index)
-            tables.append(_Table(rest, table.costs.take(chosen, axis=place)))
-            for each in rest:
-                by_operator[each].add(len(tables) - 1)
-    for each in neighbours[index]:
-        neighbours[each].discard(index)
-        neighbours[each] |= set(others) - {each}
-
-
-def _sum_of(tables: Sequence[_Table], of: tuple[int, ...], least: bool = False) -> Any:
-    """Return the sum of tables by the choices of `of`; others are taken at their least."""
-    shaped = []
-    for table in tables:
-        costs = table.costs
-        inside = tuple(each for each in table.of if each in of)
-        if least:
-            away = tuple(i for i, each in enumerate(table.of) if each not in of)
-            costs = costs.min(axis=away) if away else costs
-        order = sorted(range(len(inside)), key=lambda i: of.index(inside[i]))
-        costs = costs.transpose(order)
-        lengths = iter(costs.shape)
-        shaped.append(costs.reshape([next(lengths) if each in inside else 1 for each in of]))
-    return reduce(lambda a, b: a + b, shaped)

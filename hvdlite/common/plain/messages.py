@@ -9,9 +9,9 @@ theory of operation in coordinator.py shows how the messages follow each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgpack
 
@@ -247,21 +247,8 @@ Message: TypeAlias = (
     | WaitReply
     | LauncherOrder
 )
-_MESSAGES: tuple[type, ...] = (
-    Reports,
-    Orders,
-    Abort,
-    Depart,
-    StackQuery,
-    StackReply,
-    ClockQuery,
-    ClockReply,
-    Capabilities,
-    WaitQuery,
-    WaitReply,
-    LauncherOrder,
-)
-_ORDERS: tuple[type, ...] = (Segment, Eviction, Departed, Retune, Figures, DeviceRuns)
+_MESSAGES: tuple[type, ...] = get_args(Message)  # Their places are their numbers.
+_ORDERS: tuple[type, ...] = get_args(Order)
 _KIND = {kind: number for number, kind in enumerate(_MESSAGES)}
 _ORDER_KIND = {kind: number for number, kind in enumerate(_ORDERS)}
 
@@ -299,6 +286,7 @@ def decode(data: bytes, sender: int) -> Message:
         ) from None
 
 
+T = TypeVar("T")
 _MOST_NUMBERS = 1 << 20  # In one set; guards against foreign data that would fill the memory.
 _SETS_KEPT = 256  # Decoded sets of ranks are cached: those below a child never change.
 
@@ -322,34 +310,32 @@ def _ranks(runs: tuple[int, ...]) -> NumberSet:
     return _numbers(runs)
 
 
+def _exactly(kind: type[T], what: str) -> Callable[[Any], T]:
+    """Return a check for values of this type, as those of a subclass are none."""
+
+    def check(value: Any) -> T:
+        if type(value) is not kind:
+            raise ValueError(f"{value!r} where {what} was expected")
+        return value
+
+    return check
+
+
+def _each(check: Callable[[Any], T], what: str) -> Callable[[Any], tuple[T, ...]]:
+    """Return a check for arrays of values that pass `check`."""
+
+    def check_all(values: Any) -> tuple[T, ...]:
+        if type(values) is not tuple:
+            raise ValueError(f"{values!r} where {what} were expected")
+        return tuple(map(check, values))
+
+    return check_all
+
+
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} where a count was expected")
     return value
-
-
-def _naturals(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple:
-        raise ValueError(f"{value!r} where counts were expected")
-    return tuple(map(_natural, value))
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r} where an integer was expected")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"{value!r} where a text was expected")
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if type(value) is not tuple:
-        raise ValueError(f"{value!r} where texts were expected")
-    return tuple(map(_text, value))
 
 
 def _real(value: Any) -> float:
@@ -364,10 +350,10 @@ def _duration(value: Any) -> float:
     return float(value)
 
 
-def _durations(value: Any) -> tuple[float, ...]:
-    if type(value) is not tuple:
-        raise ValueError(f"{value!r} where durations were expected")
-    return tuple(map(_duration, value))
+_integer, _text = _exactly(int, "an integer"), _exactly(str, "a text")
+_bytes = _exactly(bytes, "bytes")
+_naturals, _texts = _each(_natural, "counts"), _each(_text, "texts")
+_durations = _each(_duration, "durations")
 
 
 def _plane(value: Any) -> str:
@@ -381,12 +367,6 @@ def _piece(value: Any) -> int:
     if not SMALLEST_PIECE <= size <= LARGEST_PIECE:
         raise ValueError(f"pieces of {size} bytes")
     return size
-
-
-def _bytes(value: Any) -> bytes:
-    if type(value) is not bytes:
-        raise ValueError(f"{value!r} where bytes were expected")
-    return value
 
 
 def _request(value: Any) -> Request:

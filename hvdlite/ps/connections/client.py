@@ -62,6 +62,7 @@ class Client:
         # Is replaced, never changed: the thread may go through it while another one connects.
         self._connections: Sequence[Connection] = ()
         self._calls: deque[tuple[_Call, _Call]] = deque()
+        self._woken = False  # It will look for calls again.
         self._ended = False  # The thread takes no calls any more.
         self._timers: list[_Timer] = []
         self._lock = threading.RLock()  # Guards the end: a loop that is closed is not woken.
@@ -149,9 +150,10 @@ class Client:
         self._calls.append((function, otherwise))
         if self._ended:  # Looked at after the append: either the thread or this one finds it.
             self._refuse_calls()
-        else:
+        elif not self._woken:  # Likewise: it says that it looks, and then it does.
             with self._lock:
                 if not self._ended:
+                    self._woken = True
                     self._loop.wake()
 
     def _refuse_calls(self) -> None:
@@ -183,6 +185,7 @@ class Client:
             self.memory.close()
 
     def _look(self) -> None:
+        self._woken = False
         while self._calls:
             self._calls.popleft()[0]()
         if self._closed:

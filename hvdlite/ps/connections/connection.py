@@ -13,6 +13,7 @@ from hvdlite.ps.connections.messages import Message
 SLOW_BYTES_PER_SECOND = 10e6  # On a slower network large messages may be sent twice.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 3.0
 LONGEST_SLEEP_SECONDS = 60.0
+LOOK_SECONDS = 0.02  # Between two looks at many requests that wait.
 
 
 @dataclass
@@ -80,20 +81,24 @@ class Connection:
     def look(self) -> float:
         """Send again what has waited for long; return when to look again.
 
-        What is under way, or would be, is not sent twice.
+        What is under way, or would be, is not sent twice; nor, for some seconds, what waits while
+        others are answered.
         """
         now = self._now()
         if now < self._look_at:
             return min(self._look_at, now + LONGEST_SLEEP_SECONDS)
         takes = self.caller.takes  # Before the first of these is under way itself.
+        is_heard = now - self.heard < FIRST_WAIT_SECONDS
         for sent in self._sent.values():
             if now >= sent.again_at:
+                is_early = is_heard and sent.wait < LONGEST_WAIT_SECONDS
                 sent.wait = max(sent.wait, min(2 * sent.wait, LONGEST_WAIT_SECONDS))
                 sent.again_at = now + sent.wait
-                if takes:
+                if takes and not is_early:
                     self.caller.send(sent.message)
                     self.resent += 1
-        self._look_at = min((sent.again_at for sent in self._sent.values()), default=math.inf)
+        first = min((sent.again_at for sent in self._sent.values()), default=math.inf)
+        self._look_at = max(first, now + LOOK_SECONDS)
         return min(self._look_at, now + LONGEST_SLEEP_SECONDS)
 
 

@@ -67,6 +67,9 @@ class Migration:
 
     def _tell_news(self) -> None:
         """Tell the scheduler of tables that have begun, of first updates, and of the layout."""
+        if not self._server.has_news:
+            return
+        self._server.has_news = False
         tables, fresh = self._server.tables, self._server.fresh
         begun = {name for name in fresh if tables[name].begun}
         updated = {name for name in begun if tables[name].version}

@@ -45,6 +45,7 @@ class Server:
         self.hear_of_layout: Callable[[int], None] = lambda _layout: None
         self.tables: dict[str, Table] = {}
         self.fresh: set[str] = set()  # Tables whose beginning or first update may be news.
+        self.has_news = True  # Something of these, or the layout, may have changed.
         self.workers = set(workers)  # That take part, as the scheduler says.
         self._new_updater = new_updater
         self._incarnation = incarnation
@@ -75,6 +76,7 @@ class Server:
     def _new_table(self, described: TableDescription) -> Table:
         name = described.name
         self.fresh.add(name)
+        self.has_news = True
         self.tables[name] = table = (RowTable if described.rows else Table)(
             described, self._new_updater(described), incarnation=self._incarnation
         )
@@ -128,6 +130,7 @@ class Server:
             raise
         except Exception as error:  # A message must not end the server, whatever is in it.
             return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
+        self.has_news |= message.kind == "hello" or message.table in self.fresh
         if message.kind in OF_LAYOUT:
             self._save(message.table)
         else:
@@ -213,7 +216,7 @@ class Server:
         self.tables.clear()
         self.fresh.clear()
         self._saved.clear()
-        self.layout = layout
+        self.layout, self.has_news = layout, True
         if self._snapshots is not None:
             self._snapshots.keep_only(layout)
         for each in tables:
@@ -224,7 +227,7 @@ class Server:
         """Take part with these workers from now on, as the scheduler says."""
         self._early -= set(workers)
         if self.workers != {*workers, *self._early}:
-            self.workers = {*workers, *self._early}
+            self.workers, self.has_news = {*workers, *self._early}, True
             answers = [each for table in self.tables.values() for each in table.look(self.workers)]
             self._save_all()  # One that is lost may complete a step.
             for answer in answers:

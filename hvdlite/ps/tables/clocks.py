@@ -118,10 +118,15 @@ class Clocks:
         """Return the workers whose push of the next update of sync is not here, sorted."""
         return sorted(worker for worker, clock in self.finished.items() if clock <= self.version)
 
-    def may_pull(self, clock: int) -> bool:
-        """Return whether a pull that a worker makes with `clock` finished steps can be answered."""
+    def may_pull(self, worker: int, clock: int) -> bool:
+        """Return whether a pull that a worker makes with `clock` finished steps can be answered.
+
+        Its own pushes are to be here, of which one may still be on its way, as it is sent again.
+        """
         if self.mode.name == SYNC:
             return self.version >= clock
+        if self.finished.get(worker, clock) < clock:
+            return False
         if self.mode.staleness is None:
             return True
         return min(self.finished.values(), default=clock) >= clock - self.mode.staleness

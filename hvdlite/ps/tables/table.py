@@ -308,7 +308,7 @@ class Table:
         ready = [
             worker
             for worker, (_, message) in self._pulls.items()
-            if self.clocks.may_pull(message.clock)
+            if self.clocks.may_pull(worker, message.clock)
         ]
         answers = []
         for worker in ready:

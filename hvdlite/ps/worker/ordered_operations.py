@@ -21,19 +21,25 @@ class MovedError(HorovodInternalError):
 
 
 class OrderedOperations:
-    """Begins an operation when the one before it has ended. Only the client's thread may use it.
+    """Begins an operation when those before it have ended. Only the client's thread may use it.
 
-    A worker's pull then has what it pushed before, and a push can be sent again until the next.
+    A push can be sent again until the next then. A pull follows at once, as what is sent later
+    arrives later, or waits for the push.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Begin, Done]] = deque()
-        self._busy = False
+        self._waiting: deque[tuple[Begin, Done, bool]] = deque()
+        self._busy: list[bool] = []  # Of what is under way: whether it is a pull.
         self._begins = False  # `_next` runs: what ends at once must not run it inside.
 
-    def add(self, begin: Begin, done: Done) -> None:
-        """Run an operation in its turn; `done` gets its result."""
-        self._waiting.append((begin, done))
+    def push(self, begin: Begin, done: Done) -> None:
+        """Run a push in its turn; `done` gets its result."""
+        self._waiting.append((begin, done, False))
+        self._next()
+
+    def pull(self, begin: Begin, done: Done) -> None:
+        """Run a pull in its turn, which may come while the push before it is under way."""
+        self._waiting.append((begin, done, True))
         self._next()
 
     def _next(self) -> None:
@@ -41,16 +47,19 @@ class OrderedOperations:
             return
         self._begins = True
         try:
-            while self._waiting and not self._busy:
-                self._busy = True
-                begin, done = self._waiting.popleft()
-                begin(partial(self._end, done))
+            while self._waiting:
+                begin, done, pulls = self._waiting[0]
+                if self._busy and not (pulls and self._busy == [False]):
+                    break
+                self._waiting.popleft()
+                self._busy.append(pulls)
+                begin(partial(self._end, done, pulls))
         finally:
             self._begins = False
 
-    def _end(self, done: Done, result: Message | Exception) -> None:
+    def _end(self, done: Done, pulls: bool, result: Message | Exception) -> None:
         done(result)
-        self._busy = False
+        self._busy.remove(pulls)
         self._next()
 
 

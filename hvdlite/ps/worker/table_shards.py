@@ -248,7 +248,7 @@ class TableShards:
         begins: list[Begin] = [partial(self._unless_rolled_back, push) for push in pushes]
         if in_order:
             begins = [
-                partial(shard.operations.add, begin)
+                partial(shard.operations.push, begin)
                 for shard, begin in zip(self._shards, begins, strict=True)
             ]
         handles = self._client.ask_all(begins)
@@ -260,7 +260,7 @@ class TableShards:
     ) -> list[Handle]:
         """Pull what is asked of each server, after what was asked before."""
         return [
-            self._client.ask(partial(shard.operations.add, partial(shard.pull, payloads=payloads)))
+            self._client.ask(partial(shard.operations.pull, partial(shard.pull, payloads=payloads)))
             for shard, payloads in zip(shards, asked, strict=True)
         ]
 

@@ -19,9 +19,9 @@ from typing import Any
 import msgpack
 from torch._C._distributed_c10d import Store
 
+from hvdlite.common.base.networks import list_interfaces
 from hvdlite.common.meeting.placement import host_identity
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose, order
-from hvdlite.common.transport.tcp.interfaces import list_interfaces
 
 LOOPBACK = "127.0.0.1"
 PROBE_SECONDS = 3.0  # For one address; one behind a firewall never answers.

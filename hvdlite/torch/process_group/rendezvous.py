@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hvdlite.common.api.objects import allgather_object, broadcast_object
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.networks import list_interfaces
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
@@ -26,7 +27,6 @@ from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.lifecycle import init
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose, order
-from hvdlite.common.transport.tcp.interfaces import list_interfaces
 from hvdlite.torch.process_group.waiting import waitable
 
 TIMEOUT = timedelta(minutes=30)

@@ -19,9 +19,8 @@ from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.common.layouts.propagation import check_search
-from hvdlite.torch.sharding.dtensor import DTensor
-from hvdlite.torch.sharding.loading import cut_what_is_loaded
-from hvdlite.torch.sharding.planning.planner import refuse_keras
+from hvdlite.torch.sharding.dtensor import DTensor, Replicate, Shard, wrapped
+from hvdlite.torch.sharding.planning.planner import named_tensors, refuse_keras
 from hvdlite.torch.sharding.planning.tracing import ORIGINAL
 from hvdlite.torch.sharding.runner import Runner
 
@@ -139,3 +138,32 @@ def _refuse_alone(name: str, module: torch.nn.Module, inputs: tuple[Any, ...]) -
             f"{name} is a part of a module that shard() has cut, and was called alone: call the "
             "whole, or shard each of the parts that you call one by one"
         )
+
+
+def cut_what_is_loaded(module: Any, state_dict: Any, prefix: str, *others: Any) -> None:
+    """Put this rank's parts in the place of whole tensors; a hook before a state dict is loaded.
+
+    `Module.load_state_dict` copies plain tensors into plain ones only. What FSDP2 has cut further
+    is left to torch's own functions.
+    """
+    for name, (_, held) in named_tensors(module).items():
+        value = state_dict.get(prefix + name)
+        if isinstance(held, DTensor) and isinstance(value, torch.Tensor):
+            part = None if isinstance(value, DTensor) else _part(value, held)
+            if part is not None:
+                state_dict[prefix + name] = wrapped(part, held._spec)
+
+
+def _part(value: torch.Tensor, held: Any) -> torch.Tensor | None:
+    """Return this rank's part of a tensor; None where it cannot be cut as a DTensor is."""
+    if value.shape != held.shape:
+        return None
+    for axis, placement in enumerate(held.placements):
+        if type(placement) is Shard:
+            parts = value.chunk(held.device_mesh.size(axis), placement.dim)
+            place = held.device_mesh.get_local_rank(axis)
+            # The last ranks have no rows of a tensor with fewer than there are ranks.
+            value = parts[place] if place < len(parts) else value.narrow(placement.dim, 0, 0)
+        elif type(placement) is not Replicate:
+            return None
+    return value.detach().clone() if value.shape == held._local_tensor.shape else None

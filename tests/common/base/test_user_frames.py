@@ -16,10 +16,10 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.report_failure import (
+from hvdlite.common.base.report_failure import leave_out_own_frames
+from hvdlite.common.base.user_frames import (
     OWN_FOLDER,
     is_of_user,
-    leave_out_own_frames,
     stack_of_user,
     without_own_frames,
 )
@@ -115,7 +115,7 @@ def test_a_context_manager_between_two_frames_is_not_the_script_s(
 WAITING_CODE = """
 import sys
 from contextlib import nullcontext
-from hvdlite.common.base.report_failure import stack_of_user
+from hvdlite.common.base.user_frames import stack_of_user
 
 def allreduce():
     return wait()

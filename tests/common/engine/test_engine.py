@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.base import report_failure
+from hvdlite.common.base import user_frames
 from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.decisions.stall_inspector import StallInspector, Waiting
-from hvdlite.common.engine import control_plane
+from hvdlite.common.engine import tree_links
 from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
@@ -585,7 +585,7 @@ def test_a_stack_that_is_not_utf8_is_reported_and_the_job_goes_on(
                 seen.set()
 
     stack = f'  File "/home/{NOT_UTF8}/train.py", line 1'
-    monkeypatch.setattr(report_failure, "stack_of_user", lambda frame: stack)
+    monkeypatch.setattr(user_frames, "stack_of_user", lambda frame: stack)
     log.addHandler(watch := Watch())
 
     def main(rank: int) -> None:
@@ -635,7 +635,7 @@ def test_a_failure_that_cannot_be_told_still_ends_the_engine(
             raise RuntimeError("no message can be made")
         return encode(message)
 
-    monkeypatch.setattr(control_plane, "encode", refuse)
+    monkeypatch.setattr(tree_links, "encode", refuse)
 
     def main(rank: int) -> None:
         if rank == 1:

@@ -17,7 +17,7 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.decisions.control_tree import Tree
-from hvdlite.common.engine import control_plane
+from hvdlite.common.engine import tree_links
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
@@ -187,7 +187,7 @@ class Program:
 
 def play(seed: int, monkeypatch: pytest.MonkeyPatch, transport: str = IN_PROCESS) -> None:
     program = Program(seed)
-    monkeypatch.setattr(control_plane, "Tree", partial(Tree, fan_out=program.fan_out))
+    monkeypatch.setattr(tree_links, "Tree", partial(Tree, fan_out=program.fan_out))
     run_ranks(
         program.size, program.run, hosts=program.hosts, config=program.config, transport=transport
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ import hvdlite
 import hvdlite.numpy as hvd
 from hvdlite.common.connections.orders import Order
 from hvdlite.common.iterations import orders
-from hvdlite.common.iterations.counts import Counts
+from hvdlite.common.iterations.counts import Counts, ProcessFacts
 from hvdlite.common.iterations.live import counts_of
 from hvdlite.common.iterations.rows import IterationTimes
 from hvdlite.common.plain.config import Config
@@ -343,3 +344,24 @@ def test_the_last_runs_of_a_tensor() -> None:
     (first, *_), (second, *_) = found
     for early, late in zip(first["runs"], second["runs"], strict=True):
         assert early[0] < late[0], "each rank tells when it was ready itself"
+
+
+def test_an_interrupt_during_a_garbage_collection_is_not_lost() -> None:
+    """It comes while the collection runs, so that the end of that is what runs next."""
+    others, gc.callbacks[:] = gc.callbacks[:], []  # Those may be Python code.
+    facts = ProcessFacts()
+    much: list[list[int]] = [[] for _ in range(400_000)]
+    before = signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+    try:
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0.001)
+                gc.collect()
+                for _ in range(1_000_000):
+                    pass
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+        facts.close()
+        gc.callbacks[:] = others
+    assert len(much) == 400_000
+    assert 0.001 < facts.values()["gc_seconds_total"] < 20

@@ -60,7 +60,7 @@ def test_times_are_on_the_clock_of_rank_0() -> None:
     def main(rank: int) -> list[IterationRow]:
         hvd.barrier()  # the engine has set its own
         engine = current().engine
-        engine._control_plane.clock_offset_seconds = 1000.0 * rank  # as if on another host
+        engine._control_plane.clock_offset.seconds = 1000.0 * rank  # as if on another host
         with trace_iterations() as trace:
             block(trace)
             return trace.gather()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.common.layouts import search as module
+from hvdlite.common.layouts import elimination
 from hvdlite.common.layouts.exchange import missing_by_link
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.common.layouts.operators import (
@@ -198,7 +198,7 @@ def test_many_equal_layers() -> None:
 
 def test_an_operator_with_many_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a table would have too many combinations, one operator is decided before."""
-    monkeypatch.setattr(module, "_MOST_COMBINATIONS", 8)
+    monkeypatch.setattr(elimination, "MOST_COMBINATIONS", 8)
     operators = graph(random.Random(3), 10)
     found = search(operators, {}, 4, True, Ends(batches=["x"]))
     assert all(found[each.name] in candidates(each, 4, True) for each in operators), (

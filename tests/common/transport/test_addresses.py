@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.networks import Interface, list_interfaces
 from hvdlite.common.connections.address import Target
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose, order
-from hvdlite.common.transport.tcp.interfaces import Interface, list_interfaces
 
 LO = Interface("lo", "127.0.0.1", 8, loopback=True)
 LO6 = Interface("lo", "::1", 128, loopback=True)

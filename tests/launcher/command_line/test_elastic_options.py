@@ -17,14 +17,10 @@ def elastic(*words: str, **environ: str) -> ElasticOptions:
 def test_min_np_or_a_script_makes_a_job_elastic() -> None:
     assert options("-np", "2").elastic is None
     assert options("-np", "2", "-H", "a:2").elastic is None
-    assert elastic("-np", "3", "--min-np", "2") == ElasticOptions(
-        num_proc=3, min_np=2, start_timeout=120.0
-    )
+    assert elastic("-np", "3", "--min-np", "2") == ElasticOptions(num_proc=3, min_np=2)
     assert elastic("-np", "3", "--min-num-proc", "2").min_np == 2
     script = elastic("-np", "3", "--host-discovery-script", "./hosts.sh")
-    assert script == ElasticOptions(
-        num_proc=3, min_np=3, start_timeout=120.0, discovery_script="./hosts.sh"
-    )
+    assert script == ElasticOptions(num_proc=3, min_np=3, discovery_script="./hosts.sh")
 
 
 def test_all_flags() -> None:
@@ -34,7 +30,7 @@ def test_all_flags() -> None:
     )
     assert elastic(*words.split()) == ElasticOptions(
         num_proc=4, min_np=2, max_np=8, slots_per_host=3, elastic_timeout=20.0, reset_limit=0,
-        start_timeout=120.0, cooldown=(10, 100), failures_by_host=True,
+        cooldown=(10, 100), failures_by_host=True,
         discovery_script="./hosts.sh",
     )  # fmt: skip
     assert elastic("-np", "4", "--min-np", "2", "--max-num-proc", "5").max_np == 5

@@ -13,6 +13,7 @@ import pytest
 from tests.launcher.elastic.jobs import elastic, kill
 from tests.launcher.elastic_scenarios.sites import Site
 from tests.launcher.jobs import launch
+from tests.launcher.other_hosts import make_ssh
 
 pytestmark = pytest.mark.timeout(120)
 FOR_EVER = ("--blacklist-cooldown-range", "3600", "3600")  # a failed host stays away
@@ -215,3 +216,16 @@ def test_a_rank_that_exits_early_leaves_the_rest_to_the_others(site: Site) -> No
     code, results, last = run_once(site, "hvd.rank() == 1", "sys.exit(0)", min_np=1)
     assert (code, results) == (0, ["result 10"])
     assert "rank 1 (host" in last and "done" in last
+
+
+def test_a_host_whose_ssh_hangs_is_named_and_left_out(tmp_path: Path) -> None:
+    variables = make_ssh(tmp_path, before="exec sleep 600")
+    flags = ("-np", "1", "--min-np", "1", "--start-timeout", "1", "--no-check-hosts")
+    script = "import hvdlite.numpy as hvd; hvd.init(); print(hvd.size(), 'rank')"
+    words = (*flags, "-H", "localhost:1,other:1", "python", "-c", script)
+    done = launch(*words, **variables)
+    assert done.returncode == 0 and "1 rank" in done.stdout, done.stderr
+    assert (
+        "host other was lost: ssh connects, and has not started Python in 1 seconds. Remedy: look "
+        "at what hangs there by: ssh other true; it is tried again in 1 s" in done.stderr
+    )

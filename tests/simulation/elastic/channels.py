@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.simulation.elastic.job import ElasticJob
 
 # Of workers that the driver can count on no longer when it hears this.
-LAST_WORDS = ("stopped", "silent", "closed", "raised")
+LAST_WORDS = ("silent", "closed", "raised")
 
 
 class Way:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import Tree
-from hvdlite.common.engine import control_plane, engine
+from hvdlite.common.engine import engine, stall_watch, tree_links
 from hvdlite.common.engine.inbox import ENOUGH_BYTES
 from hvdlite.common.plain.config import Config
 from tests.simulation.ranks.programs import (
@@ -200,8 +200,8 @@ def quiet(program: Program) -> Iterator[None]:
     log.setLevel(logging.CRITICAL + 1)
     try:
         with (
-            patch.object(control_plane, "Tree", partial(Tree, fan_out=program.fan_out)),
-            patch.object(control_plane, "main_thread_stack", lambda: "a stack\n"),
+            patch.object(tree_links, "Tree", partial(Tree, fan_out=program.fan_out)),
+            patch.object(stall_watch, "main_thread_stack", lambda: "a stack\n"),
             patch.object(engine, "enough_bytes", lambda topology, cores: ENOUGH_BYTES),
         ):
             yield

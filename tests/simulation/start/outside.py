@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.networks import Interface
 from hvdlite.common.connections import address, link, liveness, loop
 from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.meeting import client, meet, start_wait
@@ -21,7 +22,6 @@ from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.rendezvous import TOKEN_BYTES
 from hvdlite.common.transport.tcp import addresses, control, transport
 from hvdlite.common.transport.tcp import connect as tcp
-from hvdlite.common.transport.tcp.interfaces import Interface
 from tests.simulation.start.sockets import Epoll, Event, Net, Node, Socket, here
 from tests.simulation.world import Action, KilledThread, Process, in_a_thread
 

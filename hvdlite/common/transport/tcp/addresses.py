@@ -15,10 +15,9 @@ from typing import NamedTuple
 import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
-from hvdlite.common.base.networks import BRIDGE
+from hvdlite.common.base.networks import BRIDGE, Interface, list_interfaces
 from hvdlite.common.connections.address import Target
 from hvdlite.common.meeting.exchange import Exchange
-from hvdlite.common.transport.tcp.interfaces import Interface, list_interfaces
 
 KEY_BYTES = 32
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.networks import Interface, list_interfaces
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.connections.dial import Limits
 from hvdlite.common.connections.liveness import Liveness
@@ -30,7 +31,6 @@ from hvdlite.common.transport.tcp.addresses import (
     exchange_cards,
 )
 from hvdlite.common.transport.tcp.connections import Connections, Identity
-from hvdlite.common.transport.tcp.interfaces import Interface, list_interfaces
 from hvdlite.common.transport.tcp.transport import Job, TcpTransport
 
 Neighbours = Callable[[Topology, int], Iterable[int]]
