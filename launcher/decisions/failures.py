@@ -17,7 +17,7 @@ RESETS_AFTER_EXCEPTIONS = 3
 
 
 @dataclass(frozen=True)
-class Failure:
+class SlotFailure:
     """A worker of a slot failed at a `time`, when `epoch` was the last world."""
 
     host: str
@@ -32,11 +32,11 @@ class Failures:
     """The failures since the last commit. `exception`: the script failed, and not the machine."""
 
     def __init__(self) -> None:
-        self._failures: list[Failure] = []
+        self._failures: list[SlotFailure] = []
         self._script_failed_in: set[int] = set()
         self._slots: set[tuple[str, int]] = set()
 
-    def add(self, failure: Failure) -> None:
+    def add(self, failure: SlotFailure) -> None:
         self._failures.append(failure)
         self._slots.add((failure.host, failure.slot))
         if failure.exception and failure.was_member:
@@ -73,7 +73,7 @@ class Failures:
         """Return whether exceptions have undone too many worlds without a commit in between."""
         return len(self._script_failed_in) > RESETS_AFTER_EXCEPTIONS
 
-    def _recent(self, host: str, now: float) -> list[Failure]:
+    def _recent(self, host: str, now: float) -> list[SlotFailure]:
         start = now - WINDOW_SECONDS
         return [each for each in self._failures if each.host == host and each.time > start]
 

@@ -21,7 +21,7 @@ LEAVE_SECONDS = 60.0
 LONGEST_LEAVE_SECONDS = 3600.0
 
 
-class Stand(Enum):
+class AgentStage(Enum):
     """Whether a host has an agent."""
 
     ABSENT = "absent"
@@ -30,10 +30,10 @@ class Stand(Enum):
 
 
 @dataclass
-class Agent:
+class AgentState:
     """The agent of a host. `losses` counts those in a row that failed to come, or were lost."""
 
-    stand: Stand = Stand.ABSENT
+    stage: AgentStage = AgentStage.ABSENT
     losses: int = 0
     retry_at: float = 0.0
 
@@ -55,14 +55,14 @@ class Hosts:
         self.cooldowns = cooldowns
         # Until the workers of an agent that was cut off have ended: their slots are not free.
         self._orphans_delay = LATER * host_timeout + ORPHAN_SECONDS
-        self._agents: dict[str, Agent] = {}
+        self._agents: dict[str, AgentState] = {}
         self._leaving: dict[str, Leave] = {}
         self._leaves: Counter[str] = Counter()
         self._limits: dict[str, int] = {}
 
-    def agent(self, host: str) -> Agent:
+    def agent(self, host: str) -> AgentState:
         known = self._agents.get(host)
-        return self._agents.setdefault(host, Agent()) if known is None else known
+        return self._agents.setdefault(host, AgentState()) if known is None else known
 
     def discover(self, hosts: dict[str, int]) -> None:
         """Take an answer of discovery; a host that it did not show may come back at once."""
@@ -122,20 +122,20 @@ class Hosts:
     def counts(self, host: str) -> bool:
         """Return whether slots of the host are capacity: its agent is there, or first comes."""
         agent = self.agent(host)
-        return agent.stand is Stand.UP or agent.losses == 0
+        return agent.stage is AgentStage.UP or agent.losses == 0
 
     def start(self, host: str) -> None:
-        self.agent(host).stand = Stand.COMING
+        self.agent(host).stage = AgentStage.COMING
         self._leaving.pop(host, None)
 
     def came(self, host: str) -> None:
         """Note that an agent can start workers, if one was expected."""
         agent = self.agent(host)
-        if agent.stand is Stand.COMING:
-            agent.stand, agent.losses = Stand.UP, 0
+        if agent.stage is AgentStage.COMING:
+            agent.stage, agent.losses = AgentStage.UP, 0
 
     def end(self, host: str, now: float) -> None:
-        self.agent(host).stand = Stand.ABSENT
+        self.agent(host).stage = AgentStage.ABSENT
         leave = self._leaving.get(host)
         if leave is not None and leave.until == FOREVER:
             leave.until = now + leave.seconds
@@ -147,7 +147,7 @@ class Hosts:
     def lose(self, host: str, now: float) -> float:
         """Keep away from a host whose agent was lost; return for how long, in seconds."""
         agent = self.agent(host)
-        agent.stand = Stand.ABSENT
+        agent.stage = AgentStage.ABSENT
         agent.losses += 1
         delay = min(2.0 ** (agent.losses - 1), LONGEST_DELAY_SECONDS)
         agent.retry_at = max(agent.retry_at, now + delay)
@@ -155,11 +155,11 @@ class Hosts:
 
     def with_agents(self) -> list[str]:
         """Return the hosts whose agents were started and have not ended."""
-        return [host for host, each in self._agents.items() if each.stand is not Stand.ABSENT]
+        return [host for host, each in self._agents.items() if each.stage is not AgentStage.ABSENT]
 
     def coming(self) -> list[str]:
         """Return the hosts whose agents were started and have not come yet."""
-        return [host for host, each in self._agents.items() if each.stand is Stand.COMING]
+        return [host for host, each in self._agents.items() if each.stage is AgentStage.COMING]
 
     def next_change(self, now: float) -> float | None:
         """Return when the next host becomes usable."""

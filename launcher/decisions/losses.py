@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import DropAgent, Finish, Say
-from hvdlite.launcher.decisions.failures import FOREVER, Failure
+from hvdlite.launcher.decisions.failures import FOREVER, SlotFailure
 from hvdlite.launcher.decisions.placement import Parts, Placement
 from hvdlite.launcher.decisions.workers import Stage, Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
@@ -130,7 +130,7 @@ class Losses:
             self._drop(worker, why, now)
             return
         member = worker.number in worlds.members
-        self._failures.add(Failure(host, worker.slot, epoch, now, member, exception))
+        self._failures.add(SlotFailure(host, worker.slot, epoch, now, member, exception))
         self._drop(worker, why, now)
         ranks = [each for each in worlds.living_members() if each.host == host]
         if self._plan.failures_by_host:

@@ -17,7 +17,7 @@ from hvdlite.launcher.decisions.commands import (
     Tell,
 )
 from hvdlite.launcher.decisions.failures import FOREVER, Failures
-from hvdlite.launcher.decisions.hosts import Hosts, Stand, order_hosts
+from hvdlite.launcher.decisions.hosts import AgentStage, Hosts, order_hosts
 from hvdlite.launcher.decisions.workers import Stage, Worker, Workers
 
 # How long a worker that was told to end may take, until SIGTERM and until SIGKILL.
@@ -202,10 +202,10 @@ class Placement:
         starts = []
         for vacancy in due:
             agent = self._hosts.agent(vacancy.host)
-            if agent.stand is Stand.ABSENT:
+            if agent.stage is AgentStage.ABSENT:
                 self._hosts.start(vacancy.host)
                 self._order(StartAgent(vacancy.host))
-            elif agent.stand is Stand.UP:
+            elif agent.stage is AgentStage.UP:
                 starts.append(vacancy)
         if starts:
             expected = self._expected(now)
@@ -275,7 +275,7 @@ class Placement:
                 if worker.running and not worker.unwinding:
                     self._order(EndWorker(worker.number, kill=True))
             return  # `end_late_ones` ends the agent after the last worker.
-        if self._hosts.agent(host).stand is not Stand.ABSENT:
+        if self._hosts.agent(host).stage is not AgentStage.ABSENT:
             self._order(DropAgent(host))
             self._hosts.end(host, now)
         for worker in self._workers.on(host):

@@ -23,7 +23,7 @@ from hvdlite.common.plain.config import Config
 from hvdlite.launcher.command_line.job_kinds import check_cooldown
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan, Finish, StartWorker
 from hvdlite.launcher.decisions.endings import signal_name
-from hvdlite.launcher.elastic.driving import Driving, worker_variables
+from hvdlite.launcher.elastic.driver_loop import DriverLoop, worker_variables
 from hvdlite.launcher.function import raise_failure
 from hvdlite.launcher.function_rank import Raised
 from hvdlite.launcher.processes.error_text import shorten
@@ -64,7 +64,7 @@ def make_plan(
     )  # fmt: skip
 
 
-class DirectJob(Driving):
+class DirectJob(DriverLoop):
     """One elastic job, whose workers connect with `host`, a name of this host that they know.
 
     `workers_start_within` is how long a worker may take from its start to its connection.

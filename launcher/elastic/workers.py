@@ -16,7 +16,7 @@ from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.decisions.driver import Driver
 from hvdlite.launcher.decisions.endings import signal_name
 from hvdlite.launcher.decisions.lines import tells_of_world
-from hvdlite.launcher.elastic.driving import Driving, worker_variables
+from hvdlite.launcher.elastic.driver_loop import DriverLoop, worker_variables
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.ssh import (
     explain_agent,
@@ -135,7 +135,7 @@ class WorkerProcesses:
         )  # fmt: skip
 
 
-class ElasticWorkers(Driving, AgentUser):
+class ElasticWorkers(DriverLoop, AgentUser):
     """Does what the driver wants of agents and workers, and tells it what becomes of them.
 
     `slots` returns those of a host.

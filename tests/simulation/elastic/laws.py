@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.driver import Driver
-from hvdlite.launcher.elastic import driving
-from hvdlite.launcher.elastic.driving import Driving
+from hvdlite.launcher.elastic import driver_loop
+from hvdlite.launcher.elastic.driver_loop import DriverLoop
 from tests.simulation.world import BrokenError
 
 ORDER, SLOTS = (
@@ -43,10 +43,10 @@ class SeededDriver(Driver):
 
 def seeded(uniform: Callable[[], float]) -> Any:
     """Let drivers that are made meanwhile be seeded ones."""
-    return patch.object(driving, "Driver", partial(SeededDriver, uniform=uniform))
+    return patch.object(driver_loop, "Driver", partial(SeededDriver, uniform=uniform))
 
 
-class Watched(Driving):
+class Watched(DriverLoop):
     """Checks the commands of a driver before they are carried out."""
 
     worlds: list[list[Any]]  # [epoch, numbers, root, behind, commit]

@@ -35,7 +35,7 @@ from hvdlite.launcher.agents.channel import unsqueeze
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import ElasticPlan
 from hvdlite.launcher.elastic import workers
-from hvdlite.launcher.elastic.driving import Driving
+from hvdlite.launcher.elastic.driver_loop import DriverLoop
 from tests.simulation.lines import Wire
 from tests.simulation.world import Process, World
 
@@ -257,7 +257,7 @@ def _start(rank: int, slot: int, variables: dict[str, str]) -> dict[str, Any]:
     return {"rank": rank, "local_rank": slot, "command": ["train"], "variables": variables}
 
 
-class Launcher(Driving):
+class Launcher(DriverLoop):
     """The process of the launcher: the driver, with the messages that it reads and packs."""
 
     def __init__(self, world: World, hosts: dict[str, int]) -> None:

@@ -16,7 +16,7 @@ from hvdlite.launcher.processes.event_loop import EventLoop
 OF_HOROVOD = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 
 
-class Driving(ABC):
+class DriverLoop(ABC):
     """A driver, and the loop in which its commands are carried out."""
 
     def __init__(self, plan: ElasticPlan, loop: EventLoop, look_seconds: float = 1.0) -> None:
