@@ -149,6 +149,8 @@ class Process:
         self._world = world
         self._go = _taken_lock()
         self._sleeps = False
+        self._ready: Callable[[], bool] = lambda: True  # What it sleeps for,
+        self._until: float | None = None  # and no longer than until then.
         self._resuming = False  # It will be resumed soon.
         self._turn = 0  # Which of its sleeps it is: a timer of an earlier one does not count.
 
@@ -186,7 +188,9 @@ class Process:
 
     def _go_on_if_it_may(self) -> None:
         if self._sleeps and not self.ended and not self.is_stopped():
-            self._hand_over()
+            # Others look for it, so that no thread wakes up for nothing.
+            if self._ready() or (self._until is not None and self._world.now >= self._until):
+                self._hand_over()
             self.on_pause()
 
     def is_stopped(self) -> bool:
@@ -221,7 +225,7 @@ class Process:
                     timer = True
                     self._turn += 1
                     world.at(end, partial(self._time_is_up, self._turn))
-            self._sleeps = True
+            self._sleeps, self._ready, self._until = True, ready, end
             world.baton_is_back.release()
             self._go.acquire()
         raise self.end_of_killed()

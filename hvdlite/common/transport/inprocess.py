@@ -56,7 +56,7 @@ class _Mailbox:
         self.offers: list[deque[Offer]] = [deque() for _ in range(size)]
         self.lost: set[int] = set()
         self.memory: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.short_call_memory = np.zeros(SHORT_CALL_BYTES, np.uint8)
+        self.short_call_memory: NDArray[np.uint8] = np.zeros(0, np.uint8)  # Until it is used.
 
     def update(self, change: Callable[[], object]) -> None:
         with self.changed:
@@ -199,7 +199,11 @@ class InProcessTransport:
             return box.memory[:nbytes]
 
     def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
-        return self._boxes[rank].short_call_memory
+        box = self._boxes[rank]
+        with box.changed:
+            if not box.short_call_memory.size:
+                box.short_call_memory = np.zeros(SHORT_CALL_BYTES, np.uint8)
+            return box.short_call_memory
 
     def signal(self, ranks: Sequence[int]) -> None:
         for rank in ranks:

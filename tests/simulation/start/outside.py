@@ -22,7 +22,9 @@ from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.rendezvous import TOKEN_BYTES
 from hvdlite.common.transport.tcp import addresses, control, transport
 from hvdlite.common.transport.tcp import connect as tcp
-from tests.simulation.start.sockets import Epoll, Event, Net, Node, Socket, here
+from tests.simulation.start.epolls import Epoll, Event
+from tests.simulation.start.net import Memory, Net, Node, here
+from tests.simulation.start.sockets import Socket
 from tests.simulation.world import Action, KilledThread, Process, in_a_thread
 
 
@@ -42,7 +44,11 @@ def start_process(node: Node, name: str, main: Action) -> None:
             node.net.fail(process, error)
         process.end()
 
-    node.net.world.after(0.0, lambda: process.begin(partial(in_a_thread, run)))
+    def begin() -> None:
+        if not process.killed:
+            process.begin(partial(in_a_thread, run))
+
+    node.net.world.after(0.0, begin)
 
 
 class Thread:
@@ -169,8 +175,9 @@ def _look_up(name: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
 def _ioctl(number: int, _request: int, _buffer: bytes) -> bytes:
     if not here.node.lives:
         raise KilledThread
-    unconfirmed: int = here.node.open[number].unconfirmed
-    return unconfirmed.to_bytes(4, "little")
+    connection = here.node.open[number]
+    assert isinstance(connection, Socket)
+    return connection.unconfirmed.to_bytes(4, "little")
 
 
 def _interfaces() -> list[Interface]:
@@ -213,7 +220,7 @@ def around(net: Net, fan_out: int) -> Iterator[None]:
         (tcp, "_machine", _machine),
         (bootstrap, "os", files), (bootstrap, "Meeting", Meeting),
         (bootstrap, "listen", listen_locally), (bootstrap, "meet", meet_locally),
-        (bootstrap, "create_memory", lambda: here.node.take("memory")),
+        (bootstrap, "create_memory", lambda: here.node.take(Memory())),
         (bootstrap, "LocalMesh", Mesh),
     ]  # fmt: skip
     with ExitStack() as stack:

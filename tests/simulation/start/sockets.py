@@ -1,9 +1,7 @@
-"""Sockets of a world, with what waits for them: the product's loops run upon these.
+"""Sockets of a world: the loops of the product run upon these.
 
 A connection is as one of TCP: its ends have buffers, hear of an orderly end after all that was
-sent, and of a reset where something unread was thrown away. A killed process has all of its
-descriptors closed; a host that is lost says nothing any more. Numbers of descriptors are used again
-as the kernel does: the lowest that is free.
+sent, and of a reset where something unread was thrown away.
 """
 
 from __future__ import annotations
@@ -13,136 +11,19 @@ import os
 import select
 import socket
 import struct
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.connections.strangers import CREDENTIALS, LINGER
-from tests.simulation.lines import Line, Wire
-from tests.simulation.world import BrokenError, Process, World
+from tests.simulation.lines import Line
+from tests.simulation.start.net import NEAR_SECONDS, Host, Net, Node
+
+if TYPE_CHECKING:
+    from tests.simulation.start.epolls import Epoll
 
 READ, WRITE, ERROR = select.EPOLLIN, select.EPOLLOUT, select.EPOLLERR
-NEAR_SECONDS = 2e-5  # Between processes of one host.
-AGAIN_SECONDS = 1.0  # After which the kernel asks again that has had no answer.
-FIRST_PORT, FIRST_NUMBER = 40000, 3
-
-
-class _Here(threading.local):
-    node: Node
-    process: Process
-
-
-here = _Here()
-
-
-class Host:
-    """A host, with its address, and the wire that leads to others."""
-
-    def __init__(self, number: int, bytes_per_second: float) -> None:
-        self.name, self.address = f"node{number}", f"10.0.{number}.1"
-        self.wire = Wire(bytes_per_second)
-        self.down = False
-
-
-class Node:
-    """A process of a host, with what it has open by number."""
-
-    def __init__(self, net: Net, name: str, host: Host, *, is_stranger: bool = False) -> None:
-        self.net, self.name, self.host, self.is_stranger = net, name, host, is_stranger
-        self.lives = True
-        self.environ = {"HVDLITE_HOST_NAME": host.name}
-        self.open: dict[int, Any] = {}
-        self.folders: set[str] = set()
-        self.processes: list[Process] = []  # Its threads.
-
-    def take(self, what: Any) -> int:
-        number = FIRST_NUMBER
-        while number in self.open:
-            number += 1
-        self.open[number] = what
-        return number
-
-    def kill(self) -> None:
-        """End all threads, and have the kernel close everything."""
-        self.end()
-        for each in self.processes:
-            each.kill()
-
-    def end(self) -> None:
-        """Have the kernel close everything."""
-        self.lives = False
-        for each in [*self.open.values()]:
-            if isinstance(each, Socket):
-                each.close()
-        self.open.clear()
-
-
-class Net:
-    """All hosts, and what is between them."""
-
-    def __init__(
-        self, world: World, hosts: int, latency: float, bytes_per_second: float, window: int
-    ) -> None:
-        """The buffers of a connection hold `window` bytes in each direction."""
-        self.world, self.window = world, window
-        self.hosts = [Host(number, bytes_per_second) for number in range(hosts)]
-        self.listening: dict[object, Socket] = {}
-        self.sockets: list[Socket] = []  # That are connected.
-        self.claims: list[bytes] = []  # What was sent first on connections.
-        self.come: dict[str, dict[int, Process]] = {}  # Ranks of a host, by their folder.
-        self.on_send: Callable[[Socket], None] = lambda _connection: None
-        self.failure: BrokenError | None = None
-        self._latency = latency
-        self._stalls: dict[tuple[Host, Host], float] = {}
-        self._port = FIRST_PORT
-
-    def fail(self, process: Process, error: BaseException) -> None:
-        """Note what has ended a thread that none may end by."""
-        if not isinstance(error, BrokenError):
-            text = f"a thread of {process.name} fails: {error!r}"
-            error = BrokenError("the job ends by the rules", text).with_traceback(
-                error.__traceback__
-            )
-        self.failure = self.failure or error
-
-    def new_port(self) -> int:
-        self._port += 1
-        return self._port
-
-    def stall(self, source: Host, target: Host, seconds: float) -> None:
-        """Let nothing arrive for a while in one direction."""
-        self._stalls[source, target] = self.world.now + seconds
-
-    def cut(self, one: Node, other: Node) -> None:
-        """End all connections between two processes, with what is under way."""
-        for each in [*self.sockets]:
-            if each.node is one and each.peer is not None and each.peer.node is other:
-                each.peer.reset()
-                each.reset()
-
-    def lose(self, host: Host) -> None:
-        """Let a host say nothing any more; those who probe it see that after their limit."""
-        host.down = True
-        for each in [*self.sockets]:
-            if each.peer is not None and each.peer.node.host is host:
-                each.probe()
-
-    def carry(self, source: Socket, target: Host, count: int, action: Callable[[], None]) -> None:
-        """Let `action` happen at a host, after all that `source` has sent before."""
-        world, own = self.world, source.node.host
-        left, latency = world.now, NEAR_SECONDS
-        if own is not target:
-            left, latency = own.wire.take(left, count), self._latency
-        latency *= 0.5 + world.lot.random()
-        stalled = self._stalls.get((own, target), 0.0)
-
-        def arrive() -> None:
-            if not (own.down or target.down):
-                action()
-
-        world.at(source.line.arrival(left, latency, stalled), arrive)
 
 
 class Socket:
@@ -408,89 +289,3 @@ class Socket:
             self._net.carry(self, peer.node.host, 0, peer.reset)
         else:
             self.shutdown(socket.SHUT_WR)
-
-
-class Epoll:
-    """Has the methods of `select.epoll`."""
-
-    def __init__(self) -> None:
-        self._node = here.node
-        self._masks: dict[int, int] = {}
-        self._number = self._node.take(self)
-        self._sleeper: Process | None = None
-
-    def register(self, number: int, events: int) -> None:
-        self._masks[number] = events
-        self._node.open[number].epolls[self] = None
-        self.poke()
-
-    def modify(self, number: int, events: int) -> None:
-        self._masks[number] = events
-        self.poke()
-
-    def unregister(self, number: int) -> None:
-        if self._node.lives:
-            del self._masks[number]
-            del self._node.open[number].epolls[self]
-
-    def drop(self, number: int) -> None:
-        """Forget what was closed."""
-        self._masks.pop(number, None)
-
-    def poke(self) -> None:
-        if self._sleeper is not None:
-            self._sleeper.poke()
-
-    def _ready(self) -> list[tuple[int, int]]:
-        found = []
-        for number, mask in self._masks.items():
-            events = self._node.open[number].events() & (mask | ERROR)
-            if events:
-                found.append((number, events))
-        return found
-
-    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
-        self._sleeper = process = here.process
-        process.sleep_until(lambda: bool(self._ready()), timeout)
-        self._sleeper = None
-        ready = self._ready()
-        if len(ready) > 1:
-            self._node.net.world.lot.shuffle(ready)
-        return ready
-
-    def close(self) -> None:
-        self._node.open.pop(self._number, None)
-        for number in self._masks:
-            if number in self._node.open:
-                self._node.open[number].epolls.pop(self, None)
-
-
-class _Flag:
-    """What the kernel has of an event."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self.epolls: dict[Epoll, None] = {}
-
-    def events(self) -> int:
-        return READ if self.is_set else 0
-
-
-class Event:
-    """Has the methods of what ends the sleep of a loop; closed with the last reference to it."""
-
-    def __init__(self) -> None:
-        self._flag, self._node = _Flag(), here.node
-        self.number = self._node.take(self._flag)
-
-    def set(self) -> None:
-        self._flag.is_set = True
-        for epoll in self._flag.epolls:
-            epoll.poke()
-
-    def clear(self) -> None:
-        self._flag.is_set = False
-
-    def __del__(self) -> None:
-        if self._node.lives:
-            self._node.open.pop(self.number, None)

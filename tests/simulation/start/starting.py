@@ -6,48 +6,26 @@ sockets of a world; connections of ranks of one host, beside those of arrays, ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.connections.address import Address, listen
-from hvdlite.common.connections.dial import Dial
-from hvdlite.common.connections.listener import Listener
-from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.meeting.launch import OWN, Launch
 from hvdlite.common.meeting.meet import ServedMeeting
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.connect import SECRET, connect
 from tests.simulation.start import outside
+from tests.simulation.start.laws import AGREE, ENDS, LEFT, PROGRESS, Rank, look_at, watched
+from tests.simulation.start.net import Host, Net, Node, here
 from tests.simulation.start.programs import SERVER, Hitch, Start, Visitor
-from tests.simulation.start.sockets import Host, Net, Node, Socket, here
-from tests.simulation.start.visitors import A_SECRET, STRANGERS, Guest
+from tests.simulation.start.sockets import Socket
+from tests.simulation.start.visitors import A_SECRET, Guest
 from tests.simulation.world import BrokenError, Process, World
 
-AGREE, PROGRESS, ENDS, LEFT = (
-    "all ranks find the same addresses",
-    "nobody waits for what can never come",
-    "the job ends by the rules",
-    "no process, file or descriptor is left",
-)
 PORT = 2222
 PATIENCE_SECONDS = 12.0  # Which ranks may need beyond their limit to tell each other, and to leave.
 PROOF_SENDS = 1  # Of one end, before it uses a connection.
-
-
-class Rank:
-    """A rank that starts."""
-
-    def __init__(self, number: int, node: Node) -> None:
-        self.number, self.node = number, node
-        self.begun = 0.0
-        self.error: Exception | None = None
-        self.ended = self.connected = self.killed = False
-        self.cards: Sequence[Any] = ()
 
 
 class Starting:
@@ -64,7 +42,7 @@ class Starting:
         bytes_per_second: float,
     ) -> None:
         self.world, self.start, self.topology = world, start, topology
-        self._fan_out = fan_out
+        self.fan_out = fan_out
         hosts = len(topology.hosts)
         self.net = Net(world, hosts, latency, bytes_per_second, start.window)
         self._launcher = Node(self.net, "launcher", self.net.hosts[0])
@@ -75,32 +53,40 @@ class Starting:
         self.net.on_send = self._count
         self._sends = 0
         size = len(self.ranks)
-        self._doubled = {each.which % size for each in start.visitors if each.kind == "double"}
+        self.doubled = {each.which % size for each in start.visitors if each.kind == "double"}
         self._lost_links = False  # Some were cut that both ends, or one, may have used already.
         self._nodes = [self._launcher, *(rank.node for rank in self.ranks)]
+        self._guests: list[Guest] = []
         self._over = False
         self._failure: BrokenError | None = None
 
     def run(self) -> bool:
         """Let the ranks meet; return whether all have connected. Raises `BrokenError`."""
-        with outside.around(self.net, self._fan_out), self._watched():
-            for visitor in self.start.visitors:
-                self.world.after(visitor.at, partial(self._visit, visitor))
-            if self.start.served:
-                outside.start_process(self._launcher, "launcher", self._serve)
-            for rank, seconds in zip(self.ranks, self.start.late, strict=True):
-                self.world.after(seconds, partial(self._begin, rank))
-            for hitch in self.start.hitches:
-                if not hitch.sends:
-                    self.world.after(hitch.at, partial(self._befall, hitch))
-            self.world.run(lambda: self._fails or self._have_all("ended"))
-            self._check()
-            self._over = True
-            for process in self._processes():
-                process.poke()
-            self.world.run(self._nothing_is_left)
-            self._check_left()
+        with outside.around(self.net, self.fan_out), watched():
+            try:
+                self._run()
+            finally:  # While what is outside of them is there.
+                for node in (*self._nodes, *(guest.node for guest in self._guests)):
+                    node.kill()
         return self._have_all("connected")
+
+    def _run(self) -> None:
+        for visitor in self.start.visitors:
+            self.world.after(visitor.at, partial(self._visit, visitor))
+        if self.start.served:
+            outside.start_process(self._launcher, "launcher", self._serve)
+        for rank, seconds in zip(self.ranks, self.start.late, strict=True):
+            self.world.after(seconds, partial(self._begin, rank))
+        for hitch in self.start.hitches:
+            if not hitch.sends:
+                self.world.after(hitch.at, partial(self._befall, hitch))
+        self.world.run(lambda: self._fails or self._have_all("ended"))
+        self._check()
+        self._over = True
+        for process in self._processes():
+            process.poke()
+        self.world.run(self._nothing_is_left)
+        self._check_left()
 
     @property
     def _fails(self) -> bool:
@@ -108,7 +94,8 @@ class Starting:
         return self._failure is not None
 
     @property
-    def _may_fail(self) -> bool:
+    def may_fail(self) -> bool:
+        """Whether something has happened that ranks need not survive."""
         dead = any(rank.killed for rank in self.ranks)
         return self.start.may_fail or self._lost_links or dead
 
@@ -132,7 +119,7 @@ class Starting:
             return
         rank.begun = self.world.now
         rank.node.environ[SECRET] = A_SECRET
-        outside.start_process(rank.node, rank.node.name, partial(self._run, rank))
+        outside.start_process(rank.node, rank.node.name, partial(self._be, rank))
         limit = self.start.limit_seconds + PATIENCE_SECONDS
         limit += sum(each.seconds for each in self.start.hitches)
         self.world.after(limit, partial(self._look, rank))
@@ -152,13 +139,13 @@ class Starting:
     def config(self) -> Config:
         return Config(start_timeout_seconds=self.start.limit_seconds, transport="tcp")
 
-    def _run(self, rank: Rank) -> None:
+    def _be(self, rank: Rank) -> None:
         """Be a rank: connect, say a word to each neighbour, and go."""
         transport = None
         try:
             transport = connect(None, self.launch(rank.number), self.config()).transport
             self.world.tell(rank.node.name, "is connected")
-            self._look_at(rank, transport)
+            look_at(self, rank, transport)
             rank.connected = True
         except BrokenError as broken:
             self._failure = broken
@@ -182,7 +169,8 @@ class Starting:
     # -- what happens
 
     def _visit(self, visitor: Visitor) -> None:
-        Guest(self, visitor)
+        if not self._over:
+            self._guests.append(Guest(self, visitor))
 
     def _count(self, connection: Socket) -> None:
         """Take note of something that is sent, by which the time has perhaps come for a hitch."""
@@ -239,65 +227,13 @@ class Starting:
 
     # -- invariants
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Look at who gets in, and at whom a rank takes for another one."""
-        real_let_in, real_won = Listener.let_in, Dial.won
-
-        def let_in(listener: Listener, guest: Any, claim: Any) -> None:
-            self._check_other_end(guest.connection)
-            real_let_in(listener, guest, claim)
-
-        def won(dial: Dial, attempt: Any) -> None:
-            self._check_other_end(attempt.connection)
-            real_won(dial, attempt)
-
-        with patch.object(Listener, "let_in", let_in), patch.object(Dial, "won", won):
-            yield
-
-    def _check_other_end(self, connection: Any) -> None:
-        peer = connection.peer.node
-        if peer.is_stranger != here.node.is_stranger:
-            raise BrokenError(STRANGERS, f"{here.node.name} takes {peer.name} for one of the job")
-
-    def _look_at(self, rank: Rank, transport: Any) -> None:
-        """Check what a rank has found, and speak with its neighbours on other hosts."""
-        if transport.topology != self.topology:
-            text = f"{rank.node.name} finds {transport.topology.hosts}"
-            raise BrokenError(AGREE, text)
-        rank.cards = transport._connections._targets.__self__._cards
-        for other, card in zip(self.ranks, rank.cards, strict=True):
-            for endpoint in card.endpoints:
-                listener = self.net.listening.get((endpoint.address, endpoint.port))
-                if other.killed or other.error or other.number in self._doubled:
-                    continue
-                if listener is None or listener.node is not other.node:
-                    there = "nobody" if listener is None else listener.node.name
-                    text = f"{rank.node.name} finds rank {other.number} where {there} listens"
-                    raise BrokenError(AGREE, text)
-        local = self.topology.peers(rank.number)
-        near = Tree(self.topology, rank.number, self._fan_out).neighbours
-        far = sorted(near - {*local}) if not self._doubled else []
-        for each in far:
-            found = transport.control.expect(each)._link._connection.peer
-            if found is not None and found.node is not self.ranks[each].node:
-                raise BrokenError(STRANGERS, f"{rank.node.name} has {found.node.name} as {each}")
-            transport.send(each, b"%d" % rank.number)
-        while far:
-            for message in transport.receive(self.start.limit_seconds):
-                if message.body is None and self._may_fail:
-                    raise HorovodInternalError(f"rank {message.rank} is lost", message.rank)
-                if message.body != b"%d" % message.rank or message.rank not in far:
-                    raise BrokenError(AGREE, f"{rank.node.name} hears {message}")
-                far.remove(message.rank)
-
     def _check(self) -> None:
         """Check how the start has ended."""
         if self._failure is not None:
             raise self._failure
         if not self._have_all("ended"):
             raise BrokenError(PROGRESS, "nothing will happen any more")
-        if not self._may_fail:
+        if not self.may_fail:
             for rank in self.ranks:
                 if rank.error is not None:
                     raise BrokenError(ENDS, f"{rank.node.name} fails: {rank.error}")

@@ -11,8 +11,10 @@ from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Challenge, Claim, Party
 from hvdlite.common.runtime.connect import SECRET, connect
 from tests.simulation.start import outside
+from tests.simulation.start.epolls import Epoll
+from tests.simulation.start.net import Node, here
 from tests.simulation.start.programs import Visitor
-from tests.simulation.start.sockets import Epoll, Node, Socket, here
+from tests.simulation.start.sockets import Socket
 from tests.simulation.world import BrokenError
 
 if TYPE_CHECKING:
