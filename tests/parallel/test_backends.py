@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.hosts import Hosts, two_hosts
-from tests.parallel.jobs import ranks, run_command
+from tests.parallel.jobs import MPI, TCP, ranks, run_command
 
 both = pytest.mark.usefixtures("transport")
 of_mpi = pytest.mark.usefixtures("over_mpi")
@@ -36,8 +36,12 @@ def check_one_host(size: int, way: str) -> None:
     assert (code, content(output)) == (0, size), output
 
 
+@pytest.mark.parametrize(
+    ("size", "way", "transport"),
+    [(3, "auto", TCP), (3, "ring", TCP), (3, "auto", MPI)],
+    indirect=["transport"],
+)
 @both
-@pytest.mark.parametrize(("size", "way"), [(3, "auto"), (3, "ring")])
 def test_one_host(size: int, way: str) -> None:
     check_one_host(size, way)
 
@@ -54,8 +58,19 @@ def check_two_hosts(slots: tuple[int, int], way: str, folder: Path) -> None:
     assert (code, content(output)) == (0, sum(slots)), output
 
 
+@pytest.mark.parametrize(
+    ("slots", "way", "transport"),
+    [
+        ((2, 2), "auto", TCP),
+        ((1, 2), "ring", TCP),
+        ((1, 2), "auto", TCP),
+        pytest.param((2, 2), "auto", MPI, marks=pytest.mark.soak),
+        ((1, 2), "ring", MPI),
+        ((1, 2), "auto", MPI),
+    ],
+    indirect=["transport"],
+)
 @both
-@pytest.mark.parametrize(("slots", "way"), [((2, 2), "auto"), ((1, 2), "ring"), ((1, 2), "auto")])
 def test_two_hosts(slots: tuple[int, int], way: str, tmp_path: Path) -> None:
     check_two_hosts(slots, way, tmp_path)
 

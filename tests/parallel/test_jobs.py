@@ -27,8 +27,15 @@ def check(size: int, name: str, well: int | None = None, **variables: str) -> st
     return done.stdout
 
 
+@pytest.mark.parametrize(
+    ("size", "transport"),
+    [
+        *((1, TCP), (2, TCP), (8, TCP), (2, MPI)),
+        *(pytest.param(size, MPI, marks=pytest.mark.soak) for size in (1, 8)),
+    ],
+    indirect=["transport"],
+)
 @both
-@pytest.mark.parametrize("size", [1, 2, 8])
 def test_every_collective(size: int) -> None:
     check(size, "collectives")
 
@@ -53,8 +60,12 @@ def check_two_hosts(folder: Path, plane: str) -> None:
     assert done.stdout.count("rank done") == 4 and done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("plane", "transport"),
+    [("auto", TCP), ("ring", TCP), ("auto", MPI)],  # test_backends.py has the ring over MPI.
+    indirect=["transport"],
+)
 @both
-@pytest.mark.parametrize("plane", ["auto", "ring"])
 def test_two_hosts(plane: str, tmp_path: Path) -> None:
     check_two_hosts(tmp_path, plane)
 

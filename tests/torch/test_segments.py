@@ -23,13 +23,17 @@ pytestmark = pytest.mark.timeout(240)
     ("options", "order", "counts"),
     [
         ({"segmentation": "size:96.54,3.46"}, "ready", [108, 53]),
-        ({"segmentation": "size"}, "ready", [108, 53]),
-        ({"segmentation": "size:80,20"}, "ready", [61, 100]),
-        ({"segmentation": "size:60,20,20"}, "ready", [29, 32, 100]),
+        pytest.param({"segmentation": "size"}, "ready", [108, 53], marks=pytest.mark.soak),
+        pytest.param({"segmentation": "size:80,20"}, "ready", [61, 100], marks=pytest.mark.soak),
+        pytest.param(
+            {"segmentation": "size:60,20,20"}, "ready", [29, 32, 100], marks=pytest.mark.soak
+        ),
         ({"segmentation": "size:50,50"}, "ready", [23, 138]),
         ({"segmentation": "index:28,60,160"}, "ready", [29, 32, 100]),
         ({"fuse_grad_size_in_MB": 16, "fuse_grad_count": 50}, "model", [51, 49, 33, 9, 9, 10]),
-        ({"segmentation": "mb:32,50"}, "model", [51, 51, 37, 18, 4]),
+        pytest.param(
+            {"segmentation": "mb:32,50"}, "model", [51, 51, 37, 18, 4], marks=pytest.mark.soak
+        ),
         ({"fuse_grad_count": 50}, "model", [51, 51, 37, 18, 4]),
         ({"segmentation": "count:50"}, "model", [51, 51, 51, 8]),
         ({"fuse_all_reduce_ops": False}, "model", [1] * 161),

@@ -349,7 +349,9 @@ def test_dropout_draws_equal_numbers_where_values_are_equal() -> None:
     assert all(not torch.equal(parts[0], each) for each in parts[1:]), "parts draw other numbers"
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[] if n < 16 else [pytest.mark.soak]) for n in range(40)]
+)
 def test_random_strategies(seed: int) -> None:
     """Some operators of a model are cut in any way that fits; the others follow."""
     chooser = random.Random(seed)

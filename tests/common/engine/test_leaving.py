@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "remove_process_set": lambda: hvd.remove_process_set(current().known_sets[1]),
     "grouped allreduce": lambda: hvd.grouped_allreduce([np.ones(2), np.ones(3)], name="t"),
 }
+MOMENTS = ("before", "while all wait", "after one has joined")
 # `init` is called by all ranks or fails; sets of communicators take the same way as other sets.
 # What two ranks, or the members of a set, do alone is in test_point_to_point, test_sender_searches
 # and test_formed_sets.
@@ -85,10 +87,13 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     return semaphore
 
 
-@pytest.mark.parametrize("how", ["shutdown", "death"])
-@pytest.mark.parametrize("moment", ["before", "while all wait", "after one has joined"])
-@pytest.mark.parametrize("who", LEAVERS)
-@pytest.mark.parametrize("collective", CALLS)
+@pytest.mark.parametrize(
+    ("collective", "who", "moment", "how"),
+    [  # Two of seven: any two of the four values come together in one of them.
+        pytest.param(*case, marks=[] if number % 7 < 2 else [pytest.mark.soak])
+        for number, case in enumerate(product(CALLS, LEAVERS, MOMENTS, ("shutdown", "death")))
+    ],
+)
 def test_who_waits_for_a_rank_that_leaves_is_told_which(
     collective: str, who: str, moment: str, how: str, waiting: threading.Semaphore
 ) -> None:
