@@ -12,6 +12,7 @@ from hvdlite.common.connections import dial, prove
 from hvdlite.common.connections.prove import CLAIM, NONCE_BYTES
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.elastic.state import ObjectState
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.response_memory import ResponseMemory
@@ -259,3 +260,10 @@ ELASTIC_BUGS["workers outlive the loss of the launcher"] = lambda: patch.object(
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
     disks, "sync", lambda file: None
 )
+
+
+@bug(ObjectState, "sync", ELASTIC_BUGS)
+def what_a_sync_brings_is_no_save(real: Any, self: ObjectState) -> None:
+    saved = self._saved_state
+    real(self)
+    self._saved_state = saved

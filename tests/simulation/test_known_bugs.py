@@ -30,6 +30,7 @@ FIRST = {
     "an agent starts while the workers of its predecessor end": 78,
     "a worker is stopped before it has connected": 35,
     "a slot is used again that had nothing for a worker": 523,
+    "what a sync brings is no save": 237,
     "the restart of the scheduler amid scaling": 571,
     "the restart of a server amid scaling": 761,
     "a table is sent before all pushes of its border are here": 99,

@@ -290,7 +290,7 @@ class ElasticJob:
 
     def _give_up(self) -> None:
         states = [
-            f"{each.name} is in world {each.epoch} at step {each.step}, left {each.left}"
+            f"{each.name} is in world {each.epoch} at step {each.state.step}, left {each.left}"
             for each in self.workers.values()
             if each.lives
         ]

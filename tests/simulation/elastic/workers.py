@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.membership.checks import Checks
+from hvdlite.common.membership.frames import read_world
 from tests.simulation.elastic.laws import ORDER
+from tests.simulation.elastic.states import WorkerState
 from tests.simulation.world import BrokenError
 
 if TYPE_CHECKING:
@@ -16,14 +17,6 @@ if TYPE_CHECKING:
     from tests.simulation.elastic.job import ElasticJob
 
 FIRST_PID = 1000  # Of the worker 0.
-
-
-@dataclass
-class Saved:
-    """What a commit keeps."""
-
-    step: int = 0
-    total: int = 0
 
 
 class Worker:
@@ -41,9 +34,7 @@ class Worker:
         self.silent_since: float | None = None
         self.backlog: list[Callable[[], None]] = []  # What it does when it goes on.
         self.ended = False  # It was told to end, or is done, or raises.
-        self.commit = 0
-        self.saved = Saved()
-        self.step = self.total = 0
+        self.state = WorkerState()
         self.epoch = 0
         self.members: tuple[int, ...] = ()
         self.world: list[Any] = []
@@ -138,27 +129,32 @@ class Worker:
     def _sync(self, epoch: int) -> None:
         if epoch != self.epoch or self.left >= epoch:
             return
-        _, _, _, root, behind, commit = self.world
-        if not behind:
-            self._train(epoch)
-            return
+        world = read_world(self.world, self.number)
+        root = self._job.workers[self.members[world.root]].state
 
-        def synced() -> None:
-            if self.members.index(self.number) in behind:
-                source = self._job.workers[self.members[root]]
-                self.saved, self.commit = source.saved, commit
-                self._restore()
+        def sync() -> None:
+            self.state.sync_in(world, self.members.index(self.number), root)
             self._train(epoch)
 
-        self._job.collectives.meet(self, "sync", synced)
+        if world.behind:
+            self._job.collectives.meet(self, "sync", sync)
+        else:
+            sync()
 
-    def _restore(self) -> None:
-        self.step, self.total = self.saved.step, self.saved.total
+    @property
+    def commit(self) -> int:
+        """The number of the commit that it holds; 0 before the first sync."""
+        return self.state.number
+
+    @property
+    def total(self) -> int:
+        """The sum of its steps."""
+        return self.state.total
 
     def _train(self, epoch: int) -> None:
         if self.ended or epoch != self.epoch or self.left >= epoch:
             return
-        if self.step == self._job.program.steps:
+        if self.state.step == self._job.program.steps:
             self.leave_job()
             return
         pause = self._job.program.step_seconds * self._job.world.lot.random()
@@ -174,12 +170,14 @@ class Worker:
 
     def _reduce(self, epoch: int) -> None:
         if not self.ended and epoch == self.epoch > self.left:
-            self._job.collectives.meet(self, f"step {self.step + 1}", lambda: self._stepped(epoch))
+            self._job.collectives.meet(
+                self, f"step {self.state.step + 1}", lambda: self._stepped(epoch)
+            )
 
     def _stepped(self, epoch: int) -> None:
-        self.step += 1
-        self.total += self.step
-        if self.step % self._job.program.commit_every:
+        self.state.step += 1
+        self.state.total += self.state.step
+        if self.state.step % self._job.program.commit_every:
             self._soon(lambda: self._train(epoch))
             return
         self._soon(lambda: self._commit(epoch))
@@ -187,8 +185,8 @@ class Worker:
     def _commit(self, epoch: int) -> None:
         if self.ended or epoch != self.epoch or self.left >= epoch:
             return
-        self.saved, self.commit = Saved(self.step, self.total), self.commit + 1
-        self._job.tell(self.name, f"holds commit {self.commit}, of step {self.step}")
+        self.state.save()
+        self._job.tell(self.name, f"holds commit {self.commit}, of step {self.state.step}")
         self._check(epoch)
 
     def _check(self, epoch: int) -> None:
@@ -210,7 +208,7 @@ class Worker:
 
     def _lose(self, epoch: int) -> None:
         if self.lives and not self.ended and epoch == self.epoch > self.left:
-            self._restore()
+            self.state.restore()
             self._job.collectives.note_left(self, epoch)
             self._leave(epoch)
 
