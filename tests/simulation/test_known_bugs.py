@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.known_bugs import ELASTIC_BUGS, KNOWN_BUGS, PS_BUGS
-from tests.simulation.ranks.rank import PROGRESS
+from tests.simulation.ranks.script import PROGRESS
 from tests.simulation.shrinking import KINDS, shrink
 
 MOST_SEEDS = 1000

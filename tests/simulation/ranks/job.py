@@ -20,13 +20,8 @@ from tests.simulation.ranks.programs import (
     Retuning,
     Trouble,
 )
-from tests.simulation.ranks.rank import (
-    ENDS,
-    ORDER,
-    PATIENCE_SECONDS,
-    PROGRESS,
-    Rank,
-)
+from tests.simulation.ranks.rank import Rank
+from tests.simulation.ranks.script import ENDS, ORDER, PATIENCE_SECONDS, PROGRESS
 from tests.simulation.ranks.transport import Network
 from tests.simulation.start.starting import Starting
 from tests.simulation.world import BrokenError, World

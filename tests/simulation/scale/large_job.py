@@ -35,7 +35,8 @@ from hvdlite.common.plain.process_set_table import ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Incoming
 from tests.simulation.lines import Line, Wire
-from tests.simulation.scale.large_start import LINK_BYTES, Launcher, RankZero
+from tests.simulation.scale.large_start import LINK_BYTES, Launcher
+from tests.simulation.scale.large_workers import RankZero
 from tests.simulation.world import World
 
 HOST = 8  # Ranks of a host.

@@ -1,0 +1,138 @@
+"""What the workers of a simulated parameter server do, and what they must find."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.cluster.settings import SERVER, WORKER, ClusterSettings
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.tables.clocks import SSP, SYNC
+from hvdlite.ps.worker import checkpoints
+from hvdlite.ps.worker.shard import PsRolledBack
+from hvdlite.ps.worker.worker import Worker
+from tests.simulation.ps.nodes import Node, here
+from tests.simulation.ps.oracle import SPECS, Oracle, first_values, gradients_of
+from tests.simulation.ps.programs import PsProgram
+from tests.simulation.world import BrokenError, World
+
+RESULTS, PROGRESS, STALENESS, ENDS, LEFT = (
+    "every push is applied exactly once",
+    "nobody waits for what can never come",
+    "the fastest worker is not too far ahead",
+    "the job ends by the rules",
+    "no process, file or descriptor is left",
+)
+
+
+class Training:
+    """The scripts of the workers of a job."""
+
+    program: PsProgram
+    folder: Path
+    world: World
+    progress: float
+    begun: dict[int, int]  # Pushes, by worker.
+    done: set[int]  # Workers that have made all steps.
+    leaves: bool
+    nodes: dict[str, Node]
+    _killed: dict[str, float]
+    _asked: set[object]
+    _oracle: Oracle
+
+    def train(self, settings: ClusterSettings, number: int) -> None:
+        program, lot = self.program, random.Random(self.program.seed * 100 + number)
+        worker = Worker(settings, number=number)
+        values = first_values()
+        table = worker.declare("t", SPECS, program.options, lambda: values)
+        if program.follows is not None:
+            checkpoints.load(worker, self.folder / "saved")
+        while True:
+            try:
+                table.pull(values)
+                step = table.clock + table.steps_before
+                self._check_pull(number, step, values)
+                if number == 0:
+                    self._ask(worker, step)
+                if step >= program.steps:
+                    break
+                self.begun[number] = max(self.begun[number], step + 1)
+                table.push(gradients_of(step, number), {})
+                here.task.sleep_until(lambda: False, program.pause * lot.random())
+            except PsRolledBack as error:
+                self.world.tell(f"{WORKER} {number}", f"goes back to step {error.version}")
+                if not program.loses and not self._has_lost_push(number, error.version):
+                    raise BrokenError(RESULTS, f"{WORKER} {number} goes back: {error}") from error
+        self.world.tell(f"{WORKER} {number}", "has made all steps")
+        self.done.add(number)
+        self._meet(number)
+        table.pull(values)
+        self._check_result(number, values)
+        self.leaves = True
+        worker.leave()
+
+    def _has_lost_push(self, number: int, version: int) -> bool:
+        """Return whether the last push of a worker that was lost may have gone with a server.
+
+        It was no part of an update yet, and nobody is left who could send it again.
+        """
+        lost = self._killed.get(f"{WORKER} {number}")
+        servers = [at for name, at in self._killed.items() if name.startswith(SERVER)]
+        again = lost is not None and max(servers, default=0.0) > lost
+        return again and version >= self.begun[number] - 1
+
+    def _ask(self, worker: Worker, step: int) -> None:
+        """Do what one worker does before a step: save, and let there be fewer servers."""
+        if step in self.program.saves and step not in self._asked:
+            self.world.tell(f"{WORKER} 0", f"saves before step {step}")
+            self._asked.add(step)
+            try:
+                checkpoints.save(worker, self.folder / "saved")
+            except OSError as error:  # A disk is full.
+                self.world.tell(f"{WORKER} 0", f"cannot save: {error.strerror}")
+        for scale in self.program.scales:
+            if scale[0] == step and scale not in self._asked:
+                self._asked.add(scale)
+                self.world.tell(f"{WORKER} 0", f"wants {scale[1]} servers")
+                try:
+                    worker.scale_servers(scale[1])
+                except HorovodInternalError as error:
+                    if not error.job_goes_on:
+                        raise
+                    self.world.tell(f"{WORKER} 0", f"is refused: {error}")
+
+    def _meet(self, number: int) -> None:
+        """Wait until all workers have made their steps, without a word to the servers."""
+        task = here.task
+        for node in self.nodes.values():
+            for each in node.tasks:
+                each.poke()
+        task.sleep_until(lambda: len(self.done) == self.program.workers)
+
+    def _check_pull(self, number: int, clock: int, values: Sequence[Array]) -> None:
+        self.progress = self.world.now
+        program = self.program
+        if program.mode == SYNC and not program.loses:
+            self._compare(f"{WORKER} {number}, step {clock}", values, clock)
+        if program.mode == SSP and not program.loses and program.staleness is not None:
+            slowest = min(self.begun.values())
+            if slowest < clock - program.staleness:
+                text = f"{WORKER} {number} begins step {clock}, and others are at {self.begun}"
+                raise BrokenError(STALENESS, text)
+
+    def _check_result(self, number: int, values: Sequence[Array]) -> None:
+        program = self.program
+        # What was loaded may be lost with a server before a worker has pulled it.
+        has_loaded = program.follows is not None and not program.every
+        exact = program.mode == SYNC and not program.momentum and not has_loaded
+        if exact or not program.loses:
+            self._compare(f"{WORKER} {number}, the result", values, self.program.steps)
+
+    def _compare(self, where: str, values: Sequence[Array], steps: int) -> None:
+        for found, right in zip(values, self._oracle.versions[steps], strict=True):
+            if not np.array_equal(found, right):
+                raise BrokenError(RESULTS, f"{where}: {found.tolist()} instead of {right.tolist()}")
