@@ -18,6 +18,7 @@ import torch
 
 from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.freed_memory import keep_freed_memory
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.gradients.buckets import (
@@ -374,6 +375,9 @@ class GradientExchange:
             self._topology = topology
             cores = len(os.sched_getaffinity(0))
             on_device = any(parameter.device.type != "cpu" for parameter in self._seen)
+            if not on_device:
+                trained = zip(self._seen, self._trained, strict=True)
+                keep_freed_memory(2 * sum(each.nbytes for each, is_in in trained if is_in))
             self._enough_bytes = enough_bytes(
                 topology, torch.get_num_threads(), cores, on_device=on_device
             )
