@@ -376,8 +376,8 @@ class GradientExchange:
             cores = len(os.sched_getaffinity(0))
             on_device = any(parameter.device.type != "cpu" for parameter in self._seen)
             if not on_device:
-                trained = zip(self._seen, self._trained, strict=True)
-                keep_freed_memory(2 * sum(each.nbytes for each, is_in in trained if is_in))
+                reduced = (each for each in self._seen if each.grad is not None)
+                keep_freed_memory(2 * sum(each.nbytes for each in reduced))
             self._enough_bytes = enough_bytes(
                 topology, torch.get_num_threads(), cores, on_device=on_device
             )
