@@ -10,7 +10,7 @@ out). Every part starts clusters of processes on this machine:
 - step: a step of 97.5 MiB (ResNet-50, SGD) with 2 workers and 1 server, in sync, through shared
   memory, in turns with allreduce by hvdlite among 2 ranks.
 - sockets: the same step by Unix sockets (ipc) and TCP, without shared memory.
-- tiny: a step of 1,000 parameters of 16 elements.
+- tiny: a step of 1,000 parameters of 16 elements, and of 4 KiB.
 - calls: raw pushes and pulls of 4 KiB, of 1,000 tables and of rows, in turns with gloo's send and
   recv and torch RPC between two processes, which do the same.
 - hosts: 4 workers and 4 servers on 8 simulated hosts, beside what the links allow; and the step

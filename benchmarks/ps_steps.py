@@ -81,5 +81,10 @@ def train_by_allreduce(args: argparse.Namespace) -> None:
 
 def measure_tiny(args: argparse.Namespace) -> Rows:
     """See the top of `parameter_server.py`."""
-    seconds = step_seconds(Job(sizes="1000x16", steps=10 * args.steps, wide=False))
-    return [("a step of 1,000 parameters of 16 elements", spread_of(seconds))]
+    return [
+        (
+            f"a step of 1,000 parameters of {what}",
+            spread_of(step_seconds(Job(sizes=sizes, steps=10 * args.steps, wide=False))),
+        )
+        for what, sizes in (("16 elements", "1000x16"), ("4 KiB", "1000x1024"))
+    ]

@@ -21,7 +21,7 @@ from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC, Mode
 from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
-from hvdlite.ps.worker.ordered_operations import joined, until_settled
+from hvdlite.ps.worker.ordered_operations import until_settled
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.worker import Worker
@@ -48,7 +48,6 @@ class RawTable(RemoteTable):
         # A table that moves has its blocks first, then its shards, then fails the old ones.
         shards = self._shards
         every = self._blocks
-        handles = self._pull_parts(shards, [()] * len(shards))
         (spec,) = self.specs
 
         def finish(answers: list[Message]) -> Array:
@@ -58,7 +57,7 @@ class RawTable(RemoteTable):
                     block.scatter(block.view(data), [found], self._first_key)
             return found.reshape(spec.shape)
 
-        return joined(handles, finish)
+        return self._pull_parts(shards, [()] * len(shards), finish)
 
     def refresh(self) -> None:
         """See `TableShards`. Should a server be lost, what was pulled last is offered to it."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.connections.address import Address
+from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.cluster.membership import ClusterPlan
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
 from hvdlite.ps.connections.channel import Listener
@@ -171,7 +172,7 @@ class Trainer:
     def push_ones(self) -> None:
         self.table.push([np.ones(size) for size in SIZES], {})
 
-    def push(self) -> list[Any]:
+    def push(self) -> Handle:
         step = self.table.clock + self.table.steps_before
         return self.table.push(gradients_of(step, self.worker.number), {})
 

@@ -79,12 +79,12 @@ def anything(choose: random.Random, depth: int = 0) -> object:
 
 def hostile_frame(choose: random.Random) -> bytes:
     """Return what a member in another role, or a broken one, may send."""
-    head: list[object] = [choose.choice(OF_WORKERS), choose.randrange(1, 9), "t", 1, 1, {}]
+    head: list[object] = [choose.choice(OF_WORKERS), choose.randrange(1, 9), "t", 1, 1, {}, []]
     if choose.random() < 0.5:
-        head[choose.randrange(6)] = anything(choose)
+        head[choose.randrange(7)] = anything(choose)
     else:
         head[5] = {"worker": 0, "table": anything(choose), "body": anything(choose), "source": 1}
-    packed: bytes = msgpack.packb(head)
+    packed: bytes = msgpack.packb([head] * choose.choice([1, 1, 3]))
     match choose.randrange(6):
         case 0:
             packed = packed[: choose.randrange(len(packed))]
@@ -94,6 +94,8 @@ def hostile_frame(choose: random.Random) -> bytes:
             return PREFIX.pack(choose.getrandbits(32), choose.getrandbits(32)) + packed
         case 3:
             size = choose.choice([0, 8, 1 << 40, (1 << 64) - 1])
+            head[6] = [None] * choose.randrange(3)
+            packed = msgpack.packb([head])
             return PREFIX.pack(len(packed), 1) + struct.pack("<Q", size) + packed + bytes(8)
     return PREFIX.pack(len(packed), 0) + packed
 

@@ -17,8 +17,8 @@ TOKEN = b"a secret"
 
 def break_off(caller: Caller) -> None:
     """End the present connection of a caller in its thread, as a network may."""
-    assert caller._link is not None
-    caller._link.close()
+    assert caller._outbox is not None
+    caller._outbox.link.close()
     caller._lose("it was broken off")
 
 
@@ -50,8 +50,8 @@ class Peer:
     def say_raw(self, data: bytes) -> None:
         """Send bytes as they are."""
         self.wait(lambda: self.caller.takes)
-        assert self.caller._link is not None
-        self.caller._link.send_bytes(data)
+        assert self.caller._outbox is not None
+        self.caller._outbox.link.send_bytes(data)
         self.caller.flush()
 
     def hear(self) -> Message:

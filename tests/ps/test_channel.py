@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
-from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError, ProtocolError
 from hvdlite.common.connections.address import Address
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER
-from hvdlite.ps.connections.channel import Caller, Listener
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.channel import FRAME_BYTES, Caller, Listener
+from hvdlite.ps.connections.messages import INSIDE_BYTES, Message, head_of, parse, with_arrays
 from tests.ps.peers import LIMIT_SECONDS, Peer
 
 
@@ -70,3 +73,74 @@ def test_without_a_token_nobody_listens_where_other_hosts_come() -> None:
     with pytest.raises(ConfigError, match="is not the loopback interface: set HVDLITE_PS_TOKEN"):
         Listener(Address(), SCHEDULER)
     Listener(Address(), SCHEDULER, b"a secret").close()
+
+
+def test_what_is_sent_together_arrives_in_its_order_with_small_and_large_payloads() -> None:
+    """Small payloads lie among the messages of a frame, and large ones follow it."""
+    sizes = [0, 1, INSIDE_BYTES, INSIDE_BYTES + 1, 3 * FRAME_BYTES]
+    choose = random.Random(1)
+    sent = [
+        Message(
+            choose.choice(["push", "values", "beat"]), number, "t", number, 1, {"number": number}
+        )
+        for number in range(1, 400)
+    ]
+    sent = [
+        each
+        if each.kind == "beat"
+        else each._replace(
+            payloads=[choose.randbytes(choose.choice(sizes)) for _ in range(choose.randrange(4))]
+        )
+        for each in sent
+    ]
+    listener = Listener(Address("127.0.0.1"), SERVER)
+    peer = Peer(listener.address, SERVER, token=b"")
+    threading.Thread(target=echo, args=(listener, len(sent))).start()
+    peer.wait(lambda: peer.caller.takes)
+    for each in sent:
+        peer.caller.send(each)
+    assert not peer.caller.takes
+    peer.wait(lambda: len(peer.heard) == len(sent))
+    peer.close()
+    assert [plain(each) for each in peer.heard] == [plain(each) for each in sent]
+
+
+def test_nothing_more_is_heard_on_a_connection_that_a_message_has_closed() -> None:
+    listener, heard = Listener(Address("127.0.0.1"), SERVER), list[Message]()
+    peer = Peer(listener.address, SERVER, token=b"")
+    threading.Thread(target=echo, args=(listener, 3)).start()
+
+    def hear(message: Message) -> None:
+        heard.append(message)
+        peer.caller.close()
+
+    peer.caller.received = hear
+    peer.wait(lambda: peer.caller.takes)
+    for number in range(1, 4):  # They come in one frame, and so do their echoes.
+        peer.caller.send(Message("beat", number))
+    peer.wait(lambda: bool(heard))
+    peer.loop.run_once(0.05)
+    peer.close()
+    assert [each.request for each in heard] == [1]
+
+
+def echo(listener: Listener, count: int) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while count and time.monotonic() < end:
+        if (received := listener.receive(0.05)) is not None:
+            listener.send(*received)
+            count -= 1
+    listener.close()
+
+
+def plain(message: Message) -> Message:
+    return message._replace(payloads=[bytes(each) for each in message.payloads])
+
+
+@pytest.mark.parametrize("payloads", [[None], [b"a", 1], [[]]])
+@pytest.mark.parametrize("kind", ["push", "beat"])
+def test_payloads_that_are_none_are_refused(kind: str, payloads: list[Any]) -> None:
+    """A payload follows the head for each None, and only some kinds of messages have any."""
+    head = head_of([msgpack.packb([kind, 1, "t", 1, 1, {}, payloads])])
+    with pytest.raises(ProtocolError):
+        list(with_arrays(parse(head), []))

@@ -35,8 +35,7 @@ def test_an_error_in_the_thread_fails_all_that_waits_and_all_that_comes(
     def fail(*_words: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    for handle in first.push():  # Both servers have it: the other worker waits for it at the end.
-        handle.wait()
+    first.push().wait()  # Both servers have it: the other worker waits for it at the end.
     # In sync, its pull waits for the other worker.
     waiting = [first.worker._client.ask(shard.pull) for shard in first.table._shards]
     monkeypatch.setattr(first.table._shards[0], "receive", fail)
@@ -48,12 +47,11 @@ def test_an_error_in_the_thread_fails_all_that_waits_and_all_that_comes(
     assert isinstance(errors[0], HorovodInternalError)
     assert isinstance(errors[0].__cause__, ZeroDivisionError)
     for call in (
-        lambda: first.table.pull(first.values), first.push, first.worker.barrier,
+        lambda: first.table.pull(first.values), lambda: first.push().wait(), first.worker.barrier,
         lambda: first.worker.declare("u", first.table.specs, first.table._options, list),
     ):  # fmt: skip
         with pytest.raises(HorovodInternalError, match="talks with servers has failed"):
-            for handle in call() or ():
-                handle.wait()
+            call()
     second.table.pull(second.values)
     first.worker.leave()  # Which still works.
     wait_until(lambda: cluster.state.membership.workers() == [1])

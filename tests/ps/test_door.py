@@ -15,13 +15,13 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.frames import PREFIX, frame
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, ClusterSettings, check_token
 from hvdlite.ps.connections import outside
-from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, pack
+from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, head_of, pack
 from hvdlite.ps.server import snapshots
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers, wait_until
 from tests.ps.peers import Peer
 
 NewCluster = Callable[..., Cluster]
-PUSH = pack(Message("push", 1, "t"))
+PUSH = head_of([pack(Message("push", 1, "t", payloads=[bytes(1 << 20)]))[0]])
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def test_who_has_not_enrolled_orders_the_scheduler_nothing(
         PREFIX.pack(MOST_HEAD_BYTES + 1, 0),
         PREFIX.pack(8, 1 << 20),
         PREFIX.pack(1 << 16, 0) + b"\xdd\0\1\0\0" + b"\x80" * (1 << 16),
-        frame(pack(Message("beat", 1)), [b"what a beat has not"]),
+        frame(head_of([pack(Message("beat", 1))[0]]), [b"what a beat has not"]),
         PREFIX.pack(len(PUSH), 1) + struct.pack("<Q", 1 << 62) + PUSH,
     ],
     ids=["a large head", "many arrays", "no head", "an array too much", "a large array"],

@@ -254,7 +254,9 @@ def _ask_and_wait(address: str, pipe: Pipe) -> None:
 def test_a_killed_process_gives_back_what_was_lent_to_it(echo: Echo) -> None:
     here, there = multiprocessing.Pipe()
     words = echo.listener.address, there
-    process = multiprocessing.get_context("fork").Process(target=_ask_and_wait, args=words)
+    process = multiprocessing.get_context("fork").Process(
+        target=_ask_and_wait, args=words, daemon=True
+    )
     process.start()
     assert here.recv() == 2
     memory = echo.listener.memory

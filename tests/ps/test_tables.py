@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.ps.connections.messages import Answer, Message, pack, parse
+from hvdlite.ps.connections.messages import Answer, Message, head_of, pack, parse
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import place
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
@@ -64,6 +64,11 @@ def payloads(arrays: Sequence[Array]) -> list[bytes]:
     return [array.tobytes() for array in arrays]
 
 
+def over_a_network(message: Message) -> Message:
+    (arrived,) = parse(head_of([pack(message)[0]]))
+    return arrived
+
+
 class Worker:
     """A worker that sends until it is answered, over a network that repeats and reorders."""
 
@@ -76,7 +81,7 @@ class Worker:
 
     def send(self, table: Table, message: Message) -> list[Answer]:
         peer = b"w%d" % self.number
-        message = parse(pack(message))._replace(payloads=message.payloads)
+        message = over_a_network(message)
         if message.kind == "start":
             return table.start(peer, self.number, message, self.workers)
         if message.kind == "offer":
@@ -115,9 +120,7 @@ class Worker:
 def deliver(table: Table, workers: Mapping[bytes, Worker], answers: list[Answer]) -> None:
     while answers:
         peer, message = answers.pop(0)
-        answers += workers[peer].hear(
-            table, parse(pack(message))._replace(payloads=message.payloads)
-        )
+        answers += workers[peer].hear(table, over_a_network(message))
 
 
 def train_in_one(steps: int, workers: Sequence[int], numbers: Sequence[Any] = ()) -> list[Array]:

@@ -14,9 +14,11 @@ from hvdlite.common.base.errors import HorovodVersionMismatchError
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Challenge, Claim, Party, Software
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
-from hvdlite.ps.connections.channel import MEMBER
+from hvdlite.ps.connections import client
+from hvdlite.ps.connections.channel import MEMBER, Caller
+from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.worker.worker import Worker
-from tests.ps.cluster import Cluster, train_in_one, trainers
+from tests.ps.cluster import Cluster, train_in_one, trainers, wait_until
 from tests.ps.cluster import bits as bits_of
 from tests.ps.hostile import begin
 
@@ -70,3 +72,20 @@ def test_a_worker_of_another_version_than_the_scheduler_is_told(new_cluster: New
         pytest.raises(HorovodVersionMismatchError, match=SAYS),
     ):
         Worker(replace(cluster.settings, node_id="a", scheduler=address))
+
+
+def test_a_refusal_is_heard_however_soon_it_comes(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come before the thread that connects goes on."""
+
+    class Late(Connection):
+        def __init__(self, caller: Caller, now: Callable[[], float]) -> None:
+            wait_until(lambda: bool(caller.trouble))
+            super().__init__(caller, now)
+
+    cluster = new_cluster(1, 1)
+    trainers(cluster, 1)
+    monkeypatch.setattr(client, "Connection", Late)
+    with other_version() as address, pytest.raises(HorovodVersionMismatchError, match=SAYS):
+        Worker(replace(cluster.settings, node_id="a", scheduler=address, start_seconds=0.5))

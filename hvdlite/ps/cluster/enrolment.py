@@ -44,11 +44,10 @@ class Enrolment:
             "num_servers": settings.num_servers, "num_workers": settings.num_workers,
             "joins": settings.joins,
         }  # fmt: skip
-        self.connection: Connection = client.connect(settings.scheduler, SCHEDULER)
+        self._welcome = Handle()
+        self.connection: Connection = client.connect(settings.scheduler, SCHEDULER, self._refuse)
         self.connection.receive = self._receive
         self.connection.news = lambda message: self._changed(message.body)
-        self.connection.caller.refused = self._refuse
-        self._welcome = Handle()
         self._beats = False
         self._done: dict[int, Callable[[Message], None]] = {}
         self._failure = ""  # Why the scheduler answers nothing any more.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,16 @@ from hvdlite.common.connections.prove import Claim, Party
 from hvdlite.common.plain.logs import log
 from hvdlite.ps.connections.encryption import Encryption
 from hvdlite.ps.connections.memory_exchange import Sharing, new_name, swap
-from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, pack, parse
+from hvdlite.ps.connections.messages import (
+    MOST_HEAD_BYTES,
+    Buffer,
+    Message,
+    check_arrays,
+    head_of,
+    pack,
+    parse,
+    with_arrays,
+)
 from hvdlite.ps.connections.shared_memory import SharedMemory
 
 MEMBER = "ps member"  # The role of every end that connects.
@@ -53,14 +62,12 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5  # Between two dials.
 MOST_QUEUED_BYTES = 4 << 30
 # With a message: a server that hands a table over sends all of its blocks with their state.
 MOST_ARRAYS = 1 << 19
-# The kinds of messages that carry arrays.
-CARRIERS = frozenset({"offer", "push", "pull", "push_rows", "pull_rows", "take", "values"})
+FRAME_BYTES = 1 << 17  # Of messages that go together: the other end begins with them then.
 
 
-def _memory(message: Message, sizes: list[int]) -> Sequence[memoryview]:
-    """Return memory for the arrays of a message; pages that nothing comes into cost nothing."""
-    if message.kind not in CARRIERS:
-        raise ProtocolError(f"it sent {len(sizes)} arrays with {message.kind}")
+def _memory(messages: Sequence[Message], sizes: list[int]) -> Sequence[memoryview]:
+    """Return memory for the arrays of messages; pages that nothing comes into cost nothing."""
+    check_arrays(messages, len(sizes))
     try:
         return [memoryview(np.empty(size, np.uint8)) for size in sizes]  # type: ignore[arg-type]
     except (MemoryError, ValueError) as error:
@@ -71,19 +78,54 @@ def _role_of(role: str) -> str:
     return f"ps {role}"
 
 
-def _whole(message: Message, arrays: Arrays, sharing: Sharing | None) -> Message:
-    """Return a message with its payloads, wherever they are."""
-    message = message._replace(payloads=tuple(map(memoryview, arrays)))
-    return message if sharing is None else sharing.unpack(message)
+def _whole(
+    messages: Sequence[Message], arrays: Arrays, sharing: Sharing | None
+) -> Iterator[Message]:
+    """Return messages with their payloads, wherever they are."""
+    found = with_arrays(messages, [memoryview(array) for array in arrays])
+    return found if sharing is None else map(sharing.unpack, found)
+
+
+class _Outbox:
+    """What goes over a link with the next `flush`, as far as it is not on its way."""
+
+    def __init__(self, link: Link) -> None:
+        link.gathers = True
+        self.link = link
+        self._packed: list[bytes] = []  # Of the next frame.
+        self._nbytes = 0
+
+    def send(self, message: Message) -> None:
+        packed, arrays = pack(message)
+        if self._nbytes + len(packed) > FRAME_BYTES:
+            self.flush()
+        self._packed.append(packed)
+        self._nbytes += len(packed)
+        if arrays:  # They follow the last message of a frame.
+            self._end_frame(arrays)
+
+    def _end_frame(self, arrays: Sequence[Buffer] = ()) -> None:
+        if self._packed:
+            self.link.send_head(head_of(self._packed), arrays)
+            self._packed, self._nbytes = [], 0
+
+    def flush(self) -> None:
+        self._end_frame()
+        self.link.flush()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the other end has taken all."""
+        return not self._packed and not self.link.queued_bytes
 
 
 class _Peer(NamedTuple):
-    link: Link
+    outbox: _Outbox
     sharing: Sharing | None  # Where it is on this host.
 
     def close(self) -> None:
         """End the connection; views of shared memory keep it."""
-        self.link.close()
+        self.outbox.link.close()
         if self.sharing is not None:
             self.sharing.close()
 
@@ -119,7 +161,7 @@ class Listener:
         self._peers: dict[bytes, _Peer] = {}
         self._begins: dict[bytes, Callable[[], None]] = {}  # Ends what has not come to messages.
         self._received: deque[tuple[bytes, Message]] = deque()
-        self._unsent: dict[Link, None] = {}  # Links with answers that go together.
+        self._unsent: dict[_Outbox, None] = {}  # With answers that go together.
         self._doors = [self._open(own)]
 
     def _open(self, own: socket.socket, *, same_user: bool = False) -> doors.Listener:
@@ -187,8 +229,7 @@ class Listener:
             most_bytes=MOST_HEAD_BYTES, memory=self._arrays, unpacker=parse,
             most_arrays=MOST_ARRAYS, liveness=self._liveness,
         )  # fmt: skip
-        link.gathers = True
-        peer = self._peers[name] = _Peer(link, sharing)
+        peer = self._peers[name] = _Peer(_Outbox(link), sharing)
 
     def drop(self, name: bytes) -> None:
         """Close the connection of a peer, which may prove itself again."""
@@ -196,9 +237,9 @@ class Listener:
             self._peers.pop(name).close()
 
     def _receive(
-        self, name: bytes, sharing: Sharing | None, message: Message, arrays: Arrays
+        self, name: bytes, sharing: Sharing | None, messages: Sequence[Message], arrays: Arrays
     ) -> None:
-        self._received.append((name, _whole(message, arrays, sharing)))
+        self._received += [(name, message) for message in _whole(messages, arrays, sharing)]
 
     # -- messages
 
@@ -221,17 +262,17 @@ class Listener:
         Its payloads must not change.
         """
         peer = self._peers.get(name)
-        if peer is None or peer.link.queued_bytes > MOST_QUEUED_BYTES:
+        if peer is None or peer.outbox.link.queued_bytes > MOST_QUEUED_BYTES:
             return
         if peer.sharing is not None:
             message = peer.sharing.pack(message)
-        peer.link.send_head(pack(message), message.payloads)
-        self._unsent[peer.link] = None
+        peer.outbox.send(message)
+        self._unsent[peer.outbox] = None
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, {}
-        for link in unsent:
-            link.flush()
+        for outbox in unsent:
+            outbox.flush()
 
     def close(self) -> None:
         """Close all connections when the last answers have been sent."""
@@ -240,7 +281,7 @@ class Listener:
         for give_up in self._begins.values():
             give_up()
         self._flush()
-        links = [peer.link for peer in self._peers.values()]
+        links = [peer.outbox.link for peer in self._peers.values()]
         end = self._loop.now() + LINGER_SECONDS
         for link in links:
             link.leave(LINGER_SECONDS)
@@ -251,6 +292,14 @@ class Listener:
         self._loop.close()
         if self.memory is not None:
             self.memory.close()
+
+
+def _ignore(_: Any) -> None:
+    """Take no note of it."""
+
+
+def _nothing() -> None:
+    """Leave it at that."""
 
 
 class Caller:
@@ -266,14 +315,14 @@ class Caller:
     def __init__(
         self, loop: Loop, address: str, role: str, name: bytes, token: bytes = b"",
         *, encryption: Encryption | None = None, memory: SharedMemory | None = None,
-        far: str = "",
+        far: str = "", refused: Callable[[Exception], None] = _ignore,
     ) -> None:  # fmt: skip
         self.address, self._far = address, far
         self.sharing: Sharing | None = None  # With the process at the address.
         self.trouble = ""  # Why the last dial has failed.
         self.received: Callable[[Message], None] = _ignore
         self.connected: Callable[[], None] = _nothing
-        self.refused: Callable[[Exception], None] = _ignore
+        self.refused = refused
         self._loop, self._name = loop, name
         self._encryption, self._memory = encryption, memory
         self._party = Party(token, MEMBER, _role_of(role))
@@ -282,7 +331,7 @@ class Caller:
         self._began = 0.0  # When the other end had proved itself last.
         self._attempt: Dial | None = None
         self._give_up: Callable[[], None] = _nothing  # What follows the proofs.
-        self._link: Link | None = None
+        self._outbox: _Outbox | None = None  # Of the link, where there is one.
         self._closed = False
         loop.post(self._dial)
 
@@ -350,29 +399,33 @@ class Caller:
             )
 
     def _use(self, connection: socket.socket) -> None:
-        self._link = link = Link(
+        link = Link(
             self._loop, connection, received=self._receive, ended=self._lose,
             most_bytes=MOST_HEAD_BYTES, memory=_memory, unpacker=parse, most_arrays=MOST_ARRAYS,
             liveness=self._liveness,
         )  # fmt: skip
-        link.gathers = True
+        self._outbox = _Outbox(link)
         self.connected()
 
     def _lose(self, reason: str) -> None:
-        self._link = None
+        self._outbox = None
         self._share(None)
         self.trouble = reason or "it has closed the connection"
         if self._loop.now() - self._began > LONGEST_PAUSE_SECONDS:
             self._pause = FIRST_PAUSE_SECONDS
         self._dial_again()  # The other end may refuse each time what is sent again.
 
-    def _receive(self, message: Message, arrays: Arrays) -> None:
-        self.received(_whole(message, arrays, self.sharing))
+    def _receive(self, messages: Sequence[Message], arrays: Arrays) -> None:
+        outbox = self._outbox
+        for message in _whole(messages, arrays, self.sharing):
+            self.received(message)
+            if self._closed or self._outbox is not outbox:  # By what this one has said.
+                return
 
     @property
     def takes(self) -> bool:
         """Whether the other end is there, and has taken all that was sent so far."""
-        return self._link is not None and self._link.says and not self._link.queued_bytes
+        return self._outbox is not None and self._outbox.link.says and self._outbox.is_empty
 
     def _share(self, sharing: Sharing | None) -> None:
         if self.sharing is not None:
@@ -384,15 +437,15 @@ class Caller:
 
         Its payloads must not change.
         """
-        if self._link is not None:
+        if self._outbox is not None:
             if self.sharing is not None:
                 message = self.sharing.pack(message)
-            self._link.send_head(pack(message), message.payloads)
+            self._outbox.send(message)
 
     def flush(self) -> None:
         """Let go what was sent."""
-        if self._link is not None:
-            self._link.flush()
+        if self._outbox is not None:
+            self._outbox.flush()
 
     def close(self) -> None:
         """Close the connection at once; views of shared memory keep it."""
@@ -400,14 +453,6 @@ class Caller:
         if self._attempt is not None:
             self._attempt.cancel()
         self._give_up()
-        if self._link is not None:
-            self._link.close()
+        if self._outbox is not None:
+            self._outbox.link.close()
         self._share(None)
-
-
-def _ignore(_: Any) -> None:
-    """Take no note of it."""
-
-
-def _nothing() -> None:
-    """Leave it at that."""

@@ -45,8 +45,12 @@ def name_of(role: str, words: str) -> bytes:
     return f"{role} {words[:MOST_WORDS]} {process} {outside.random_bytes(16).hex()}".encode()
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     """Leave it at that: nobody waits."""
+
+
+def _only(results: list[Any]) -> Any:
+    return results[0]
 
 
 class Client:
@@ -77,10 +81,13 @@ class Client:
         self._thread = outside.Thread(target=self._run, name="hvdlite ps", daemon=True)
         self._thread.start()
 
-    def connect(self, address: str, role: str) -> Connection:
-        """Return a new connection with a process of this role.
+    def connect(
+        self, address: str, role: str, refused: Callable[[Exception], None] = lambda _error: None
+    ) -> Connection:
+        """Return a new connection with a process of this role, and call `refused` where it says no.
 
-        It is called in the thread, or before that has anything to do.
+        It is called in the thread, or before that has anything to do, which may be refused then
+        before this returns.
 
         An `address` may have a second word, the name of a Unix socket of that host.
         """
@@ -89,6 +96,7 @@ class Client:
         caller = Caller(
             self._loop, f"@{name}" if near else address, role, self._identity, self._token,
             encryption=self._encryption, memory=self.memory if near else None, far=address,
+            refused=refused,
         )  # fmt: skip
         connection = Connection(caller, outside.now)
         self._connections = (*self._connections, connection)
@@ -111,36 +119,43 @@ class Client:
 
         What has no result when the client is closed, or is asked later, fails.
         """
-        return self.ask_all([function])[0]
+        return self.ask_all([function], _only)
 
-    def ask_all(self, functions: Sequence[_Ask]) -> list[Handle]:
-        """Do as `ask` for each function; nothing else happens in the thread between them."""
-        handles = [Handle() for _ in functions]
+    def ask_all(
+        self, functions: Sequence[_Ask], finish: Callable[[list[Any]], Any] = _nothing
+    ) -> Handle:
+        """Do as `ask` for each function; nothing else happens in the thread between them.
+
+        When all have ended, the handle has what `finish` makes of their results, or the first
+        error. `finish` must neither wait nor raise.
+        """
+        handle, missing = Handle(), len(functions)
+        results: list[Message | Exception | None] = [None] * missing
+
+        def end(number: int, result: Message | Exception) -> None:
+            nonlocal missing
+            results[number] = result
+            missing -= 1
+            if missing or handle.poll():
+                return
+            self._pending.discard(handle)
+            for each in results:
+                if isinstance(each, Exception):
+                    handle.fail(each)
+                    return
+            handle.complete(finish(results))
 
         def begin() -> None:
-            self._pending.update(handles)
-            for handle, function in zip(handles, functions, strict=True):
-                done = partial(self._settle, handle)
+            self._pending.add(handle)
+            for number, function in enumerate(functions):
+                done = partial(end, number)
                 if self._failure is None:
                     function(done)
                 else:
                     done(self._failure)
 
-        def refuse() -> None:
-            for handle in handles:
-                handle.fail(HorovodInternalError(CLOSED))
-
-        self.call(begin, refuse)
-        return handles
-
-    def _settle(self, handle: Handle, result: Message | Exception) -> None:
-        self._pending.discard(handle)
-        if handle.poll():
-            return
-        if isinstance(result, Exception):
-            handle.fail(result)
-        else:
-            handle.complete(result)
+        self.call(begin, lambda: handle.fail(HorovodInternalError(CLOSED)))
+        return handle
 
     def call(self, function: _Call, otherwise: _Call = _nothing) -> None:
         """Run a function in the thread soon, or `otherwise` where the client is closed before.

@@ -61,6 +61,8 @@ class Sharing:
                 place = self._own.find(payload)
             places.append(place)
             (frames if place is None else lent).append(payload)
+        if not lent and not self._seen:
+            return message
         number = 0
         if lent:
             self._sent = number = self._sent + 1

@@ -1,4 +1,7 @@
-"""The messages of a parameter server: a head of msgpack, and raw payloads.
+"""The messages of a parameter server: msgpack, and raw payloads.
+
+What goes to a peer at the same time goes together, in the head of one frame: an array of messages,
+each with its small payloads. Large ones follow the head, as its arrays.
 
 | kind | from | answered by |
 |---|---|---|
@@ -27,7 +30,8 @@ This module never sends. Nothing that arrives is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from struct import Struct
 from typing import Any, NamedTuple
 
 import msgpack
@@ -44,8 +48,14 @@ KINDS = frozenset(
         "rolled_back",
     }
 )  # fmt: skip
-FIELDS = [str, int, str, int, int, dict]  # Of a head.
+# The kinds of messages that carry payloads.
+CARRIERS = frozenset({"offer", "push", "pull", "push_rows", "pull_rows", "take", "values"})
+FIELDS = [str, int, str, int, int, dict, list]  # Of a message.
 MOST_HEAD_BYTES = 8 << 20
+INSIDE_BYTES = 1 << 14  # Payloads up to this size lie in the message: copies cost less than arrays.
+MOST_INSIDE_BYTES = 1 << 18  # Of a message.
+COUNT = Struct(">BI")  # Begins an array of msgpack: its type, and how many messages there are.
+ARRAY_TYPE = 0xDD
 REPLACES = "replaces"  # In the body of an offer: see [Note: first values].
 
 Buffer = bytes | bytearray | memoryview
@@ -86,20 +96,72 @@ def two_processes(member: str, present: bytes, former: bytes) -> str:
     )
 
 
-def pack(message: Message) -> bytes:
-    packed: bytes = msgpack.packb((*message[:5], message.body))
-    return packed
+def pack(message: Message) -> tuple[bytes, list[Buffer]]:
+    """Return what a head has of a message, and the arrays that follow the head."""
+    inside: list[Buffer | None] = []
+    arrays: list[Buffer] = []
+    left = MOST_INSIDE_BYTES
+    for payload in message.payloads:
+        nbytes = len(payload)
+        if nbytes <= INSIDE_BYTES and nbytes <= left:
+            inside.append(payload)
+            left -= nbytes
+        else:
+            inside.append(None)
+            arrays.append(payload)
+    packed: bytes = msgpack.packb((*message[:6], inside))
+    return packed, arrays
 
 
-def parse(head: bytes) -> Message:
-    """Return the message of a head, without payloads; raise ProtocolError for what is none."""
+def head_of(packed: Sequence[bytes]) -> bytes:
+    """Return the head of messages that go together."""
+    return b"".join((COUNT.pack(ARRAY_TYPE, len(packed)), *packed))
+
+
+def parse(head: bytes) -> list[Message]:
+    """Return the messages of a head, with None for the payloads that follow it.
+
+    Raises ProtocolError for what is none.
+    """
     try:
-        fields = msgpack.unpackb(head, strict_map_key=True)
+        found = msgpack.unpackb(head, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a message of the parameter server cannot be read: {error}") from error
-    if not isinstance(fields, list) or [type(field) for field in fields] != FIELDS:
-        raise ProtocolError("the head of a message of the parameter server has wrong fields")
-    kind, request, table, clock, incarnation, body = fields
-    if kind not in KINDS or min(request, clock, incarnation) < 0:
+    if not isinstance(found, list):
+        raise ProtocolError("the head of a frame of the parameter server has no messages")
+    return [_checked(fields) for fields in found]
+
+
+def _checked(fields: Any) -> Message:
+    if not isinstance(fields, list) or [*map(type, fields)] != FIELDS:
+        raise ProtocolError("a message of the parameter server has wrong fields")
+    kind, request, table, clock, incarnation, body, payloads = fields
+    if kind not in KINDS or request < 0 or clock < 0 or incarnation < 0:
         raise ProtocolError(f"a message of the parameter server has the wrong kind {kind!r}")
-    return Message(kind, request, table, clock, incarnation, body)
+    if payloads:
+        if kind not in CARRIERS:
+            raise ProtocolError(f"it sent {len(payloads)} arrays with {kind}")
+        if any(type(payload) not in (bytes, type(None)) for payload in payloads):
+            raise ProtocolError("a message of the parameter server has payloads of no bytes")
+    return Message(kind, request, table, clock, incarnation, body, payloads or ())
+
+
+def check_arrays(messages: Sequence[Message], count: int) -> None:
+    """Raise ProtocolError where messages have more or fewer arrays than follow them."""
+    if sum(message.payloads.count(None) for message in messages if message.payloads) != count:
+        raise ProtocolError(f"its messages have other arrays than the {count} that it sent")
+
+
+def with_arrays(messages: Sequence[Message], arrays: Sequence[Buffer]) -> Iterator[Message]:
+    """Yield messages with all of their payloads.
+
+    Raises ProtocolError where these are more or fewer than the arrays that follow.
+    """
+    check_arrays(messages, len(arrays))
+    following = iter(arrays)
+    for message in messages:
+        if arrays and None in message.payloads:
+            whole = [next(following) if each is None else each for each in message.payloads]
+            yield message._replace(payloads=whole)
+        else:
+            yield message

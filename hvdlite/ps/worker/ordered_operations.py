@@ -1,10 +1,9 @@
-"""Operations on one table, begun one after another, and handles that stand for several."""
+"""Operations on one table, begun one after another, and again where its servers are others."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,8 +62,13 @@ class OrderedOperations:
         self._next()
 
 
-def until_settled(attempt: Callable[[], Handle]) -> Handle:
-    """Return a handle of what `attempt` begins, again where other servers keep the table now."""
+def until_settled(
+    attempt: Callable[[], Handle], finish: Callable[[Any], Any] = lambda found: found
+) -> Handle:
+    """Return a handle of what `attempt` begins, again where other servers keep the table now.
+
+    It has what `finish` makes of the result, which must neither wait nor raise.
+    """
     result = Handle()
 
     def begin() -> None:
@@ -77,32 +81,7 @@ def until_settled(attempt: Callable[[], Handle]) -> Handle:
         elif handle.error is not None:
             result.fail(handle.error)
         else:
-            result.complete(handle.wait())
+            result.complete(finish(handle.wait()))
 
     begin()
-    return result
-
-
-def joined(handles: Sequence[Handle], finish: Callable[[list[Any]], Any]) -> Handle:
-    """Return a handle of what `finish` makes of all results, or of the first error.
-
-    `finish` must neither wait nor raise.
-    """
-    result, lock = Handle(), threading.Lock()
-    missing = len(handles)
-
-    def end() -> None:
-        nonlocal missing
-        with lock:
-            missing -= 1
-            if missing:
-                return
-        for handle in handles:
-            if handle.error is not None:
-                result.fail(handle.error)
-                return
-        result.complete(finish([handle.wait() for handle in handles]))
-
-    for handle in handles:
-        handle.on_end(end)
     return result

@@ -18,7 +18,7 @@ from hvdlite.ps.tables.description import describe_table
 from hvdlite.ps.tables.row_store import RowShare, RowsSpec
 from hvdlite.ps.tables.row_table import merge_repeated
 from hvdlite.ps.tables.table import SKIP
-from hvdlite.ps.worker.ordered_operations import joined, until_settled
+from hvdlite.ps.worker.ordered_operations import until_settled
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.table_shards import TableShards
 
@@ -80,14 +80,14 @@ class RemoteRows(TableShards):
         """
         self.raise_if_rolled_back()
         unique, inverse = np.unique(self.checked_ids(ids), return_inverse=True)
-        settled = until_settled(partial(self._pull_once, unique))
-        return joined([settled], lambda found: found[0][inverse.reshape(-1)])
+        places = inverse.reshape(-1)
+        return until_settled(partial(self._pull_once, unique), lambda found: found[places])
 
     def _pull_once(self, ids: NDArray[np.int64]) -> Handle:
         """Return a handle of rows, or of `MovedError` where other servers keep them now."""
         shards = self._shards
         of_servers = _of_servers(ids, len(shards))
-        handles = self._pull_parts(shards, [[_bytes(ids[each])] for each in of_servers])
+        asked = [[_bytes(ids[each])] for each in of_servers]
 
         def finish(answers: list[Message]) -> Array:
             dtype = dtype_of(self.spec.dtype)
@@ -97,7 +97,7 @@ class RemoteRows(TableShards):
                 found[of_server] = rows.reshape(-1, self.spec.length)
             return found
 
-        return joined(handles, finish)
+        return self._pull_parts(shards, asked, finish)
 
     def checked_ids(self, ids: Any) -> NDArray[np.int64]:
         """Return ids as int64. Raises TypeError and ValueError that name what is wrong."""

@@ -79,7 +79,7 @@ class RemoteTable(TableShards):
                 block.scatter(block.view(data), tensors, self._first_key)
         return partial(self._cut, tensors)
 
-    def push(self, tensors: Sequence[Array], body: Mapping[str, Any]) -> list[Handle]:
+    def push(self, tensors: Sequence[Array], body: Mapping[str, Any]) -> Handle:
         """Push the gradients of a step, as flat tensors, which are copied.
 
         Raises `PsRolledBack`.

@@ -40,10 +40,9 @@ class ServerLink:
             return
         self.close()
         self._address, self._error, self._welcomed = address, None, None
-        self._connection = self._client.connect(address, SERVER)
+        self._connection = self._client.connect(address, SERVER, self._refuse)
         self._connection.receive = self._receive
         self._connection.caller.connected = self._say_hello
-        self._connection.caller.refused = self._refuse
         self._come_again()
 
     def _say_hello(self) -> None:

@@ -12,7 +12,7 @@ from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import SYNC
-from hvdlite.ps.worker.ordered_operations import Begin, Done, MovedError, joined
+from hvdlite.ps.worker.ordered_operations import Begin, Done, MovedError
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.shard import PsRolledBack, Shard
 
@@ -241,9 +241,9 @@ class TableShards:
             partial(shard.push, body, payloads)
             for shard, payloads in zip(self._shards, parts, strict=True)
         ]
-        return joined(self._begin_push(pushes, in_order=True), lambda _: None)
+        return self._begin_push(pushes, in_order=True)
 
-    def _begin_push(self, pushes: Sequence[Begin], *, in_order: bool) -> list[Handle]:
+    def _begin_push(self, pushes: Sequence[Begin], *, in_order: bool) -> Handle:
         """Begin a push at all servers in one turn of the client; tell the gate of its end."""
         begins: list[Begin] = [partial(self._unless_rolled_back, push) for push in pushes]
         if in_order:
@@ -251,18 +251,20 @@ class TableShards:
                 partial(shard.operations.push, begin)
                 for shard, begin in zip(self._shards, begins, strict=True)
             ]
-        handles = self._client.ask_all(begins)
-        joined(handles, lambda _: None).on_end(self.gate.answered)
-        return handles
+        handle = self._client.ask_all(begins)
+        handle.on_end(self.gate.answered)
+        return handle
 
     def _pull_parts(
-        self, shards: Sequence[Shard], asked: Sequence[Sequence[Buffer]]
-    ) -> list[Handle]:
-        """Pull what is asked of each server, after what was asked before."""
-        return [
-            self._client.ask(partial(shard.operations.pull, partial(shard.pull, payloads=payloads)))
+        self, shards: Sequence[Shard], asked: Sequence[Sequence[Buffer]],
+        finish: Callable[[list[Any]], Any],
+    ) -> Handle:  # fmt: skip
+        """Pull what is asked of each server, after what was asked before; see `Client.ask_all`."""
+        pulls = [
+            partial(shard.operations.pull, partial(shard.pull, payloads=payloads))
             for shard, payloads in zip(shards, asked, strict=True)
         ]
+        return self._client.ask_all(pulls, finish)
 
     def move(self, answer: Message) -> None:
         """Go to the servers of the next layout, in the client; nothing is pushed meanwhile.

@@ -29,9 +29,9 @@ def main(folder: Path, pushes: int, saved: int, steps: int) -> None:
     table.pull(values)
 
     def push() -> None:
-        for handle in table.push([np.full(8, rank + 1.0), np.ones(5)], {}):
-            assert handle.ended_within(30)
-            handle.wait()
+        handle = table.push([np.full(8, rank + 1.0), np.ones(5)], {})
+        assert handle.ended_within(30)
+        handle.wait()
 
     while table.clock < pushes:
         push()

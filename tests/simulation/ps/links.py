@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from hvdlite.common.connections.address import Address
-from hvdlite.ps.connections.messages import Message, pack, parse
+from hvdlite.ps.connections.messages import Message, head_of, pack, parse, with_arrays
 from tests.simulation.lines import Line
 from tests.simulation.ps.nodes import Loop, Node, Signal, here
 from tests.simulation.world import Action, BrokenError
@@ -150,15 +150,16 @@ class SimulatedCaller:
     """Has the methods of `channel.Caller`."""
 
     def __init__(
-        self, loop: Loop, address: str, role: str, name: bytes, token: bytes = b"", **_: Any
-    ) -> None:
+        self, loop: Loop, address: str, role: str, name: bytes, token: bytes = b"",
+        *, refused: Callable[[Exception], None], **_: Any,
+    ) -> None:  # fmt: skip
         self.node, self.loop, self.name, self.role = here.task.node, loop, name, role
         self.address, self.token = address, token
         self.sharing = None
         self.trouble = ""
         self.received: Callable[[Message], None] = lambda _message: None
         self.connected: Action = lambda: None
-        self.refused: Callable[[Exception], None] = lambda _error: None
+        self.refused = refused
         self._pause = FIRST_PAUSE_SECONDS
         self.opens: Link | None = None  # Of which this end has not heard yet.
         self._link: Link | None = None
@@ -218,9 +219,10 @@ class SimulatedCaller:
 
 def _sending(source: Node, target: Node, message: Message) -> tuple[int, Callable[[], Message]]:
     """Return how many bytes a message has, and what makes the one that arrives of them."""
-    head, payloads = pack(message), [memoryview(bytes(each)) for each in message.payloads]
+    packed, payloads = pack(message)
+    arrays = [memoryview(bytes(each)) for each in payloads]
     words = f"{message.kind} {message.table} {message.clock}"
     source.cluster.world.tell(source.name, f"{words} -> {target.name}")
     source.cluster.on_send(source.name, message.kind)
-    count = len(head) + sum(each.nbytes for each in payloads)
-    return count, lambda: parse(head)._replace(payloads=payloads)
+    count = len(packed) + sum(each.nbytes for each in arrays)
+    return count, lambda: next(with_arrays(parse(head_of([packed])), arrays))
