@@ -17,18 +17,17 @@ MODULE = "worker_torch"
 VARIANTS = {
     "auto": {"HVDLITE_SEGMENTATION": "auto"},
     "autotune": {"HVDLITE_AUTOTUNE": "1", "HVDLITE_AUTOTUNE_STEPS_PER_SAMPLE": "2"},
-    "small cache": {"HVDLITE_CACHE_CAPACITY": "4"},
-    "devices": {"HVDLITE_DEVICES": "gloo"},  # Communicators are aborted and made anew.
+    # Communicators are aborted and made anew; most of what is cached is evicted before it returns.
+    "devices, small cache": {"HVDLITE_DEVICES": "gloo", "HVDLITE_CACHE_CAPACITY": "4"},
 }
 
 
 @pytest.mark.parametrize(
     ("variant", "hosts"),
     [
-        ("small cache", ""),
         ("auto", "a,b,b,a"),
         ("autotune", "a,b,b,a"),
-        ("devices", ""),
+        ("devices, small cache", ""),
     ],
 )
 def test_weights_stay_equal_while_worlds_change(tmp_path: Path, variant: str, hosts: str) -> None:

@@ -15,21 +15,19 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 
 @pytest.mark.parametrize(
-    ("size", "method", "transport"),
+    ("size", "methods", "transport"),
     [
-        (1, "fork", TCP),
-        (3, "fork", TCP),
-        pytest.param(2, "spawn", TCP, marks=pytest.mark.soak),
-        (1, "fork", MPI),
-        (3, "fork", MPI),
-        (2, "spawn", MPI),  # New processes inherit what mpirun has told their parents.
+        pytest.param(1, ("fork", "fork"), TCP, marks=pytest.mark.soak),
+        (3, ("fork", "fork"), TCP),
+        pytest.param(2, ("spawn", "spawn"), TCP, marks=pytest.mark.soak),
+        pytest.param(1, ("fork", "fork"), MPI, marks=pytest.mark.soak),
+        (2, ("fork", "spawn"), MPI),  # New processes inherit what mpirun has told their parents.
     ],
     indirect=["transport"],
 )
-def test_training(size: int, method: str) -> None:
-    command = ranks(
-        size, sys.executable, "-m", "tests.parallel.worker_torch", method, preload=PRELOAD
-    )
+def test_training(size: int, methods: tuple[str, ...]) -> None:
+    words = (sys.executable, "-m", "tests.parallel.worker_torch", *methods)
+    command = ranks(size, *words, preload=PRELOAD)
     result = run_command(command, timeout=200)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout

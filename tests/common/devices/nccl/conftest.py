@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.common.devices.nccl.fake import Fake
+from tests.distribution import once
 
 SOURCE = Path(__file__).parent / "fake_nccl.cc"
 
@@ -28,7 +29,7 @@ def compiled(directory: Path, name: str, *options: str) -> Path:
 @pytest.fixture(scope="session")
 def fake_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of the library."""
-    return compiled(tmp_path_factory.mktemp("nccl"), "libfake_nccl.so")
+    return once(tmp_path_factory, "nccl", lambda folder: compiled(folder, "libfake_nccl.so"))
 
 
 @pytest.fixture
