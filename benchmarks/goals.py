@@ -180,7 +180,7 @@ def measure(part: Part, seconds: float) -> Figures:
     """
     figures: Figures = {}
     end, longest = time.monotonic() + seconds, 0.0
-    while not figures or time.monotonic() + longest < end:
+    while longest == 0 or time.monotonic() + longest < end:
         start = time.monotonic()
         for record in run(part):
             figures.setdefault(part.name(record), []).extend(values(record))

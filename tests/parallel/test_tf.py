@@ -28,11 +28,12 @@ def with_threads(number: int, native: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def over_tcp(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     """One import of TensorFlow and Keras for all."""
-    early = worker("worker_tf_graph", "overlap", tmp_path_factory.mktemp("timelines") / "timeline")
+    timelines = tmp_path_factory.mktemp("timelines")
     jobs = {"training": Job(2, worker("worker_tf")), "Keras 3": Job(3, worker("worker_keras"))}
     for native in ("off", "auto"):
         graph = worker("worker_tf_graph", "starvation")
         jobs[f"starvation, {native}"] = Job(2, graph, with_threads(1, native))
+        early = worker("worker_tf_graph", "overlap", timelines / native)
         # Two threads: one of them sits in the gate that backward has to pass.
         jobs[f"early gradients, {native}"] = Job(3, early, with_threads(2, native))
     return Jobs(jobs, ("tests.lean", "hvdlite.tf", "tests.keras.training"), LIMIT_SECONDS, **QUIET)

@@ -225,8 +225,8 @@ def test_a_step_that_is_cancelled_waits_for_nobody(path: str) -> None:
     run_ranks(2, main)
 
 
-@needs_compiler
 def test_a_graph_serves_from_one_init_to_the_next() -> None:
+    paths = ("off", "on") if COMPILER else ("off",)
     program = f"""
 import os
 import tensorflow as tf
@@ -247,11 +247,11 @@ def try_everywhere():
         hvd.shutdown()
         print(attempt(total))
 
-for path in ("off", "on"):
+for path in {paths}:
     os.environ["{SETTING}"] = path
     try_everywhere()
 """
     done = run_command([sys.executable, "-c", program], TF_CPP_MIN_LOG_LEVEL="3")
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if line in ("True", "3.0")]
-    assert lines == ["True", "3.0", "True", "3.0", "True"] * 2, done.stdout
+    assert lines == ["True", "3.0", "True", "3.0", "True"] * len(paths), done.stdout

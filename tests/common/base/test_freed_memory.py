@@ -21,18 +21,19 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 faults()
-keep_freed_memory(64 << 20)
+keep_freed_memory(NBYTES)
 print([faults() for _ in range(3)][-1])
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-@pytest.mark.parametrize("chosen", [None, "131072"])
-def test_pages_are_kept_unless_the_user_has_chosen(chosen: str | None) -> None:
+@pytest.mark.parametrize(("nbytes", "chosen"), [(64 << 20, None), (80, None), (64 << 20, "131072")])
+def test_pages_are_kept_unless_the_user_has_chosen(nbytes: int, chosen: str | None) -> None:
+    """Also with few gradients: glibc must keep as much for them as it would by itself."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     environ = others | ({} if chosen is None else {"MALLOC_TRIM_THRESHOLD_": chosen})
     environ.pop("GLIBC_TUNABLES", None)
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", PROGRAM.replace("NBYTES", str(nbytes))]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=60)
     pages = (16 * 2 << 20) // os.sysconf("SC_PAGESIZE")
     assert (int(done.stdout) < pages // 10) == (chosen is None), (done.stdout, pages)
