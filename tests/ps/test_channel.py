@@ -15,8 +15,16 @@ import pytest
 from hvdlite.common.base.errors import ConfigError, ProtocolError
 from hvdlite.common.connections.address import Address
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER
-from hvdlite.ps.connections.channel import FRAME_BYTES, Caller, Listener
-from hvdlite.ps.connections.messages import INSIDE_BYTES, Message, head_of, parse, with_arrays
+from hvdlite.ps.connections.channel import Caller, Listener
+from hvdlite.ps.connections.messages import (
+    FRAME_BYTES,
+    INSIDE_BYTES,
+    Message,
+    head_of,
+    pack,
+    parse,
+    with_arrays,
+)  # fmt: skip
 from tests.ps.peers import LIMIT_SECONDS, Peer
 
 
@@ -144,3 +152,12 @@ def test_payloads_that_are_none_are_refused(kind: str, payloads: list[Any]) -> N
     head = head_of([msgpack.packb([kind, 1, "t", 1, 1, {}, payloads])])
     with pytest.raises(ProtocolError):
         list(with_arrays(parse(head), []))
+
+
+def test_a_frame_has_no_more_messages_than_anybody_sends() -> None:
+    """A member's frame of some MiB would keep a server from all others for many seconds."""
+    beat = pack(Message("beat", 1))[0]
+    fits = FRAME_BYTES // len(beat)
+    assert len(parse(head_of([beat] * fits))) == fits
+    with pytest.raises(ProtocolError, match=f"it sent {fits + 1} messages in one frame"):
+        parse(head_of([beat] * (fits + 1)))

@@ -55,6 +55,43 @@ def test_a_request_that_another_one_displaces_fails(word: str) -> None:
     assert not others
 
 
+def started_shard(sent: list[Message]) -> Shard:
+    """A shard in which the worker takes part; the ids of what it sends are 1, 2, 3 ..."""
+
+    def send(message: Message) -> int:
+        sent.append(message)
+        return len(sent)
+
+    shard = Shard("t", 0, 3, {}, list, send)
+    shard.start(lambda _answer: None)
+    shard.receive(Message("started", 1, "t", body={"clock": 0, "of": 3}))
+    return shard
+
+
+def test_a_late_answer_to_a_push_does_not_end_the_next_one() -> None:
+    """Values that came before it have told already that the first push is there."""
+    sent: list[Message] = []
+    shard, ends = started_shard(sent), []
+    shard.push({}, [], lambda _answer: ends.append("first"))
+    shard.pull(lambda _answer: ends.append("pull"))
+    shard.receive(Message("values", 3, "t", 1))
+    shard.push({}, [], lambda _answer: ends.append("second"))
+    shard.receive(Message("pushed", 2, "t", 1))
+    assert ends == ["first", "pull"]
+    shard.receive(Message("pushed", 4, "t", 2))
+    assert ends == ["first", "pull", "second"]
+
+
+def test_a_pull_behind_a_push_that_is_refused_fails_too() -> None:
+    """The server answers no pull before it has the pushes that the worker counts."""
+    sent: list[Message] = []
+    shard, ends = started_shard(sent), []
+    shard.push({}, [], ends.append)
+    shard.pull(ends.append)
+    shard.receive(Message("failed", 2, "t", body={"why": "it does not fit"}))
+    assert [str(error) for error in ends] == ["server 0, table 't': it does not fit"] * 2
+
+
 @pytest.mark.parametrize("word", ["barrier", "declare"])
 def test_what_is_asked_of_a_scheduler_that_has_ended_with_the_job_fails(
     new_cluster: NewCluster, word: str

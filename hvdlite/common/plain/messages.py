@@ -18,7 +18,7 @@ import msgpack
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # As `Request.fusion_bytes`: the fusion threshold of the job.

@@ -41,6 +41,7 @@ from hvdlite.common.plain.logs import log
 from hvdlite.ps.connections.encryption import Encryption
 from hvdlite.ps.connections.memory_exchange import Sharing, new_name, swap
 from hvdlite.ps.connections.messages import (
+    FRAME_BYTES,
     MOST_HEAD_BYTES,
     Buffer,
     Message,
@@ -62,7 +63,6 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5  # Between two dials.
 MOST_QUEUED_BYTES = 4 << 30
 # With a message: a server that hands a table over sends all of its blocks with their state.
 MOST_ARRAYS = 1 << 19
-FRAME_BYTES = 1 << 17  # Of messages that go together: the other end begins with them then.
 
 
 def _memory(messages: Sequence[Message], sizes: list[int]) -> Sequence[memoryview]:

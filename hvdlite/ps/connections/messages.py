@@ -54,6 +54,8 @@ FIELDS = [str, int, str, int, int, dict, list]  # Of a message.
 MOST_HEAD_BYTES = 8 << 20
 INSIDE_BYTES = 1 << 14  # Payloads up to this size lie in the message: copies cost less than arrays.
 MOST_INSIDE_BYTES = 1 << 18  # Of a message.
+# Of messages that go together: the other end begins with them then, and looks at others after them.
+FRAME_BYTES = 1 << 17
 COUNT = Struct(">BI")  # Begins an array of msgpack: its type, and how many messages there are.
 ARRAY_TYPE = 0xDD
 REPLACES = "replaces"  # In the body of an offer: see [Note: first values].
@@ -129,6 +131,8 @@ def parse(head: bytes) -> list[Message]:
         raise ProtocolError(f"a message of the parameter server cannot be read: {error}") from error
     if not isinstance(found, list):
         raise ProtocolError("the head of a frame of the parameter server has no messages")
+    if len(found) > 1 and len(head) > COUNT.size + FRAME_BYTES:
+        raise ProtocolError(f"it sent {len(found)} messages in one frame of {len(head)} bytes")
     return [_checked(fields) for fields in found]
 
 

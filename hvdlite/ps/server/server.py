@@ -130,7 +130,7 @@ class Server:
             raise
         except Exception as error:  # A message must not end the server, whatever is in it.
             return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
-        self.has_news |= message.kind == "hello" or message.table in self.fresh
+        self.has_news |= message.kind in ("hello", "leave") or message.table in self.fresh
         if message.kind in OF_LAYOUT:
             self._save(message.table)
         else:

@@ -207,7 +207,10 @@ class Shard:
                 self._started = False
                 self._say_start()
         elif message.kind == "failed":
-            self._end(kind, HorovodInternalError(self._words(message)))
+            error = HorovodInternalError(self._words(message))
+            self._end(kind, error)
+            if kind == "push":  # A pull behind it waits at the server until this push has come.
+                self._end("pull", error)
         else:
             if self.records.enabled:
                 self._record(kind, message)
@@ -314,7 +317,8 @@ class Shard:
             done(result)
 
     def _displace(self, word: str) -> None:
-        """Fail a request whose place another one takes: it is not answered any more."""
+        """Fail a request whose place another one takes: answers to it are dropped from now on."""
+        self._ids = {number: other for number, other in self._ids.items() if other != word}
         why = (
             f"worker {self._worker} has begun another {word} of the table '{self.table}' before "
             "this one was answered: let one thread at a time use an optimizer"

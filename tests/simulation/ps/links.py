@@ -212,9 +212,10 @@ class SimulatedCaller:
 
     def close(self) -> None:
         self._closed = True
-        if self._link is not None:
-            self._link.close(self.node)
-            self._link = None
+        for link in (self._link, self.opens):
+            if link is not None:
+                link.close(self.node)
+        self._link = None
 
 
 def _sending(source: Node, target: Node, message: Message) -> tuple[int, Callable[[], Message]]:
