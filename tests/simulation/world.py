@@ -11,8 +11,11 @@ import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 from hvdlite.common.base.errors import HorovodInternalError
 
@@ -22,6 +25,15 @@ READING_SECONDS = 1e-8  # That pass between two looks at the clock.
 STUCK_SECONDS = (
     60.0  # Twice as long is a limit of real time, in which a process may hold the baton.
 )
+
+
+@contextmanager
+def in_place(stand_ins: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put things of the world in the place of the product's: an owner, a name in it, and each."""
+    with ExitStack() as stack:
+        for owner, name, stand_in in stand_ins:
+            stack.enter_context(patch.object(owner, name, stand_in))
+        yield
 
 
 class KilledError(HorovodInternalError):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from hvdlite.launcher.agents import host_agents
 from hvdlite.launcher.agents.agent_connection import AgentConnection
@@ -22,7 +21,7 @@ from hvdlite.launcher.elastic.workers import ElasticWorkers
 from hvdlite.launcher.hosts.resources import SETTING
 from tests.simulation.elastic.hosts import Leader, stand_ins
 from tests.simulation.elastic.laws import SLOTS, Watched, seeded
-from tests.simulation.world import BrokenError
+from tests.simulation.world import BrokenError, in_place
 
 if TYPE_CHECKING:
     from tests.simulation.elastic.job import ElasticJob
@@ -138,7 +137,5 @@ def around(job: ElasticJob) -> Iterator[None]:
         (host_agents, "LeadingProcess", _Tidying),
         *stand_ins(job),
     ]  # fmt: skip
-    with ExitStack() as stack:
-        for owner, name, stand_in in replaced:
-            stack.enter_context(patch.object(owner, name, stand_in))
+    with in_place(replaced):
         yield

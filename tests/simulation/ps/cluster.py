@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections import client, outside
@@ -25,7 +24,7 @@ from tests.simulation.ps.nodes import (
     new_thread,
     sleep_for,
 )
-from tests.simulation.world import World
+from tests.simulation.world import World, in_place
 
 
 class Cluster:
@@ -126,9 +125,7 @@ class Cluster:
             (server_running, "Listener", SimulatedListener),
             (Handle, "_sleep", sleep_for),
         ]
-        with ExitStack() as stack:
-            for owner, name, stand_in in stand_ins:
-                stack.enter_context(patch.object(owner, name, stand_in))
+        with in_place(stand_ins):
             yield
 
 

@@ -11,10 +11,9 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import msgpack
 
@@ -30,7 +29,7 @@ from hvdlite.common.transport.bootstrap import HELLO, MAGIC, Gathering
 from hvdlite.common.transport.tcp import connect as tcp
 from hvdlite.common.transport.tcp.addresses import Card, Endpoint
 from hvdlite.launcher.agents.channel import unsqueeze
-from tests.simulation.world import Process
+from tests.simulation.world import Process, in_place
 
 if TYPE_CHECKING:
     from tests.simulation.scale.large_start import Launcher
@@ -231,13 +230,12 @@ def without_sockets(worker: Worker) -> Iterator[None]:
     def meet(gathering: Any, *_: object) -> None:
         gathering._mesh = Mesh()
 
-    with ExitStack() as stack:
-        for owner, name, stand_in in (
-            (tcp, "TcpTransport", Transport), (tcp, "Connections", Nothing),
-            (tcp, "Liveness", Nothing), (Gathering, "meet", meet),
-            (tcp, "_listen", lambda *_: (worker.card(), [])), (tcp, "_machine", lambda: bytes(16)),
-        ):  # fmt: skip
-            stack.enter_context(patch.object(owner, name, stand_in))
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (tcp, "TcpTransport", Transport), (tcp, "Connections", Nothing),
+        (tcp, "Liveness", Nothing), (Gathering, "meet", meet),
+        (tcp, "_listen", lambda *_: (worker.card(), [])), (tcp, "_machine", lambda: bytes(16)),
+    ]  # fmt: skip
+    with in_place(stand_ins):
         yield
 
 

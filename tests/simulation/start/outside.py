@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.networks import Interface
@@ -25,7 +24,7 @@ from hvdlite.common.transport.tcp import connect as tcp
 from tests.simulation.start.epolls import Epoll, Event
 from tests.simulation.start.net import Memory, Net, Node, here
 from tests.simulation.start.sockets import Socket
-from tests.simulation.world import Action, KilledThread, Process, in_a_thread
+from tests.simulation.world import Action, KilledThread, Process, in_a_thread, in_place
 
 
 def start_process(node: Node, name: str, main: Action) -> None:
@@ -223,7 +222,5 @@ def around(net: Net, fan_out: int) -> Iterator[None]:
         (bootstrap, "create_memory", lambda: here.node.take(Memory())),
         (bootstrap, "LocalMesh", Mesh),
     ]  # fmt: skip
-    with ExitStack() as stack:
-        for owner, name, stand_in in replaced:
-            stack.enter_context(patch.object(owner, name, stand_in))
+    with in_place(replaced):
         yield
