@@ -39,10 +39,9 @@ def keep_freed_memory(nbytes: int) -> None:
     with _lock:
         if nbytes <= _kept or any(name in os.environ for name in VARIABLES):
             return
-        if platform.libc_ver()[0] == "glibc":
-            library = ctypes.CDLL(None)
-            if library.mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK):
-                library.mallopt(_TRIM_THRESHOLD, nbytes)
+        if platform.libc_ver()[0] != "glibc" or not _tell(_MMAP_THRESHOLD, _LARGEST_BLOCK):
+            return
+        _tell(_TRIM_THRESHOLD, nbytes)
         if _kept == 0:
             os.register_at_fork(after_in_child=_keep_less)
         _kept = nbytes
@@ -51,6 +50,10 @@ def keep_freed_memory(nbytes: int) -> None:
 def _keep_less() -> None:
     """Keep in a forked process, such as a loader's, what glibc would keep there by itself."""
     global _kept  # noqa: PLW0603
-    if _kept > _LEAST_BYTES and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)
-    _kept = min(_kept, _LEAST_BYTES)
+    _tell(_TRIM_THRESHOLD, _LEAST_BYTES)
+    _kept = _LEAST_BYTES
+
+
+def _tell(parameter: int, value: int) -> bool:
+    """Set a parameter of glibc's allocator; return whether it can be set."""
+    return bool(ctypes.CDLL(None).mallopt(parameter, value))
