@@ -23,6 +23,7 @@ from hypothesis import settings
 
 from tests import distribution
 from tests.distribution import once, pytest_cmdline_main, pytest_xdist_make_scheduler
+from tests.limits import patient
 from tests.wheel import ROOT, build, build_for, copy_of_the_checkout, cross_compiler
 
 __all__ = ["pytest_cmdline_main", "pytest_xdist_make_scheduler"]
@@ -62,10 +63,17 @@ FRAMEWORKS = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the markers `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf`, `thorough` and `torch`."""
+    """Add the markers `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf`, `thorough` and `torch`.
+
+    The time limit that a test or its file names, or else the one of all tests, is of a machine
+    that is not slow.
+    """
     for item in items:
         for marker in markers(item.path.relative_to(TESTS)):
             item.add_marker(marker)
+        nearest = item.get_closest_marker("timeout")
+        seconds = float(nearest.args[0] if nearest else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
     if distribution.is_worker(config):
         distribution.mix(items)
 

@@ -21,8 +21,8 @@ from hvdlite.common.runtime.current import this_process
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.transport.inprocess import InProcessWorld
+from tests.limits import HANG_SECONDS
 
-TIME_LIMIT_SECONDS = 60
 Main = Callable[["Worker"], Any]
 
 
@@ -148,7 +148,7 @@ class ElasticJob:
             for worker in list(self.workers):
                 worker.thread.start()
             for worker in self.workers:  # which `add` makes longer
-                worker.thread.join(TIME_LIMIT_SECONDS)
+                worker.thread.join(HANG_SECONDS)
         stuck = [worker.thread.name for worker in self.workers if worker.thread.is_alive()]
         errors = [worker.error for worker in self.workers if worker.error is not None]
         if errors:
@@ -162,7 +162,7 @@ class ElasticJob:
         worker.thread.start()
         with self._changed:
             is_ready = self._changed.wait_for(
-                lambda: worker.ready is not None or worker in self._gone, TIME_LIMIT_SECONDS
+                lambda: worker.ready is not None or worker in self._gone, HANG_SECONDS
             )
         assert is_ready, f"worker {worker.number} does not enter elastic.run"
         return worker
@@ -194,7 +194,7 @@ class ElasticJob:
                 self._wanted |= HostUpdateResult.added
                 self._changed.notify_all()
             self._decide()
-            if not self._changed.wait_for(lambda: worker in self._made, TIME_LIMIT_SECONDS):
+            if not self._changed.wait_for(lambda: worker in self._made, HANG_SECONDS):
                 raise AssertionError(f"worker {worker.number} waits for a world")
             return self._made.pop(worker)
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.limits import HANG_SECONDS
+
 STEP_SECONDS = 0.02
-LIMIT_SECONDS = 60.0  # Of a hang, not a measurement.
 
 
 def train(folder: str) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Place:
 
 def wait_for_world(folder: Path, size: int, after: int = -1) -> list[Place]:
     """Return the places in rank order of a whole world of this size with a later epoch."""
-    end = time.monotonic() + LIMIT_SECONDS
+    end = time.monotonic() + HANG_SECONDS
     while True:
         by_epoch: dict[int, dict[int, Place]] = {}
         for path in folder.glob("world.*"):
@@ -136,7 +137,7 @@ class Running:
 
     def wait(self) -> None:
         """Wait for the end of the call."""
-        self._thread.join(LIMIT_SECONDS)
+        self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive()
 
     def result(self) -> Any:

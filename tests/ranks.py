@@ -11,15 +11,14 @@ from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import use
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
+from tests.limits import HANG_SECONDS
 from tests.worlds import IN_PROCESS, make_world
-
-TIME_LIMIT_SECONDS = 60
 
 
 def run_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
     """Run ``body(rank)`` in a thread for each rank; the results in rank order.
 
-    Raises the first error in rank order. Fails when a rank runs longer than the time limit.
+    Raises the first error in rank order. Fails when a rank runs longer than `HANG_SECONDS`.
     """
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
@@ -37,7 +36,7 @@ def run_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIME_LIMIT_SECONDS)
+        thread.join(HANG_SECONDS)
     for error in errors:
         if error is not None:
             raise error

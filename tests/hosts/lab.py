@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.limits import patient
+
 ROOT = Path(__file__).parent.parent.parent
 HOSTS = ("nodea", "nodeb", "nodec")
 DOMAIN = "job.ns.svc"  # nodea.job.ns.svc is a name of nodea, too
@@ -76,7 +78,7 @@ class Running:
 
     def finish(self, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Wait for its end; raises `subprocess.TimeoutExpired`."""
-        out, err = self.process.communicate(timeout=timeout)
+        out, err = self.process.communicate(timeout=patient(timeout))
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
 
 
@@ -102,7 +104,9 @@ class Lab:
                 self.clear()  # another process may hold its output
                 out, err = running.process.communicate(timeout=LEFT_SECONDS)
                 words = shlex.join(command)
-                raise AssertionError(f"{words} did not end in {timeout} s:\n{out}\n{err}") from None
+                raise AssertionError(
+                    f"{words} did not end in {patient(timeout)} s:\n{out}\n{err}"
+                ) from None
 
     @contextlib.contextmanager
     def start(

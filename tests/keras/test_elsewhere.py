@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import patient
+
 LIMIT_SECONDS = 300
 CHOSEN = bool({"KERAS_BACKEND", "TF_USE_LEGACY_KERAS"} & os.environ.keys())
 ELSEWHERE = {
@@ -41,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subproc
 
 
 @pytest.mark.skipif(CHOSEN, reason="the environment was chosen already")
-@pytest.mark.timeout(LIMIT_SECONDS + 20)
+@pytest.mark.timeout(LIMIT_SECONDS)
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_elsewhere(
     name: str,
@@ -50,5 +52,5 @@ def test_elsewhere(
 ) -> None:
     if name not in runs:
         pytest.skip(f"{ELSEWHERE[name][1]} is not installed")
-    code = runs[name].wait(LIMIT_SECONDS)
+    code = runs[name].wait(patient(LIMIT_SECONDS))
     assert code == 0, (tmp_path_factory.getbasetemp() / name).read_text()

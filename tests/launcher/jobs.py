@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
+from tests.limits import patient
 from tests.parallel.jobs import environment
 
 LAUNCHER = [sys.executable, "-m", "hvdlite.launcher"]
@@ -78,7 +79,7 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run hvdlite-run to its end."""
     with start(*words, program=program, **variables) as process:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=patient(timeout))
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdlite.launcher.processes.signals import die_with_parent
+from tests.limits import patient
 from tests.parallel.hosts import Hosts
 
 ROOT = Path(__file__).parent.parent.parent
@@ -137,7 +138,7 @@ def run_program(
 def run_command(
     command: list[str], *, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a session of its own, which is ended when the time is over.
+    """Run a command in a session of its own, which is ended when `patient(timeout)` is over.
 
     The ranks can talk through files in the folder WORDS: see rank_helpers.py.
     """
@@ -153,11 +154,13 @@ def run_command(
             preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - it makes one system call
         )
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=patient(timeout))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-            raise AssertionError(f"{command} did not end in {timeout} s:\n{output}") from None
+            raise AssertionError(
+                f"{command} did not end in {patient(timeout)} s:\n{output}"
+            ) from None
         finally:
             if process.poll() is None:  # The test has run out of time.
                 os.killpg(process.pid, signal.SIGKILL)

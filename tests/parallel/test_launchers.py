@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import patient
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment, run_command
 from tests.ports import free_port
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = patient(60)
 # mpi4py cannot be imported, as where no MPI is installed.
 PROLOGUE = """
 import os, sys, time

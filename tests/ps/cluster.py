@@ -28,11 +28,12 @@ from hvdlite.ps.tables.row_table import AddedRows
 from hvdlite.ps.tables.updater import Updater
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.worker import Worker
+from tests.limits import patient
 from tests.ps.test_tables import Momentum
 
 SIZES = (300, 7, 40)
 SPECS = [TensorSpec(str(number), "float64", (size,)) for number, size in enumerate(SIZES)]
-LIMIT_SECONDS = 30.0
+LIMIT_SECONDS = patient(30.0)
 
 
 class Loop:
@@ -74,7 +75,7 @@ class Cluster:
         self._updater_of = updater_of  # Instead of `updater`.
         self.settings = ClusterSettings(
             WORKER, "127.0.0.1:0", servers, workers, token=b"a secret", independent=True,
-            curve=curve, start_seconds=LIMIT_SECONDS, server_seconds=LIMIT_SECONDS,
+            curve=curve, start_seconds=30.0, server_seconds=30.0,
             snapshots=str(folder / "snapshots") if every else "", snapshot_every=every or 1,
         )  # fmt: skip
         self._port = 0

@@ -17,11 +17,12 @@ from hvdlite.ps.layouts import blocks
 from hvdlite.ps.scheduler import scheduler
 from hvdlite.ps.server import server
 from hvdlite.ps.worker import worker
+from tests.limits import patient
 from tests.ps.cluster import Cluster
 from tests.ps.sites import Site
 
 PACKAGE = str(Path(ps.__file__).parent)
-END_SECONDS = 10.0  # For what ends by itself, such as a thread that has met nobody.
+END_SECONDS = patient(10.0)  # For what ends by itself, such as a thread that has met nobody.
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from tests.limits import patient
 from tests.ps.sites import Site, enter_host
 
-LIMIT_SECONDS: float = 60
+LIMIT_SECONDS = patient(60.0)
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.ps.preloaded"])
 

@@ -17,8 +17,9 @@ import tensorflow as tf
 import hvdlite.tf as hvd
 from hvdlite.common.runtime.current import current
 from hvdlite.tf.native import graph_ops
+from tests.limits import HANG_SECONDS
 from tests.parallel.jobs import run_command
-from tests.ranks import TIME_LIMIT_SECONDS, run_ranks
+from tests.ranks import run_ranks
 
 SETTING = "HVDLITE_TF_NATIVE"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -181,7 +182,7 @@ def test_who_leaves_fails_what_waits(path: str, leaver: int) -> None:
         runtime = current()
 
         def leave() -> None:
-            assert waits.wait(TIME_LIMIT_SECONDS)
+            assert waits.wait(HANG_SECONDS)
             runtime.shutdown()
 
         def step(x: Any) -> Any:
@@ -198,7 +199,7 @@ def test_who_leaves_fails_what_waits(path: str, leaver: int) -> None:
             kind = [tf.errors.UnknownError, tf.errors.FailedPreconditionError][leaver]
             assert isinstance(error, kind)
             assert ["shut down", "rank 1"][leaver] in str(error)
-        assert over.wait(TIME_LIMIT_SECONDS)
+        assert over.wait(HANG_SECONDS)
         if rank == leaver:
             thread.join()
 
@@ -211,7 +212,7 @@ def test_a_step_that_is_cancelled_waits_for_nobody(path: str) -> None:
 
     def main(rank: int) -> None:
         if rank == 1:
-            assert is_cancelled.wait(TIME_LIMIT_SECONDS)
+            assert is_cancelled.wait(HANG_SECONDS)
             assert hvd.allreduce(tf.constant([1.0, 2.0]), name="late", op=hvd.Sum).numpy()[0] == 2
         else:
             with tf.Graph().as_default(), tf.compat.v1.Session() as session:

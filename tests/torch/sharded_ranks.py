@@ -20,8 +20,7 @@ from hvdlite.torch.sharding.meshes import nearest_placements
 from hvdlite.torch.sharding.planning.planner import plan
 from hvdlite.torch.sharding.planning.plans import Plan
 from hvdlite.torch.sharding.shares import share_layout
-
-LIMIT_SECONDS = 60
+from tests.limits import HANG_SECONDS
 
 
 class Board:
@@ -38,9 +37,9 @@ class Board:
         with self.lock:
             barrier = self.barriers.setdefault(members, threading.Barrier(len(members)))
         self.sent[members, rank] = value
-        barrier.wait(LIMIT_SECONDS)
+        barrier.wait(HANG_SECONDS)
         found = [self.sent[members, each] for each in members]
-        barrier.wait(LIMIT_SECONDS)
+        barrier.wait(HANG_SECONDS)
         return found
 
     def abort(self) -> None:
@@ -166,7 +165,7 @@ def run_sharded(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LIMIT_SECONDS)
+        thread.join(HANG_SECONDS)
     if errors:
         raise next(
             (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]

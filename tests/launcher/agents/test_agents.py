@@ -24,6 +24,7 @@ from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.jobs.start import run_job
 from tests.launcher.jobs import IMPATIENT, LAUNCHER, MARK, launch, processes, start
 from tests.launcher.other_hosts import HAVE_NAMES, agents, calls, make_ssh, python
+from tests.limits import patient
 from tests.parallel.jobs import environment
 
 pytestmark = [
@@ -31,7 +32,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 HOSTS = ("-np", "3", "--no-check-hosts", "-H", "localhost:1,other:2")
-END_SECONDS = 20.0
+END_SECONDS = patient(20.0)
 SLEEP = "print('up', flush=True)\ntime.sleep(600)"
 
 
@@ -379,7 +380,7 @@ def test_a_host_that_falls_silent_is_named(ssh: dict[str, str], tmp_path: Path) 
     with up(short, tmp_path, may_leave="hvdlite-agent-*", program=IMPATIENT) as process:
         agent = int((tmp_path / "ssh.log").read_text().split()[0])
         os.kill(agent, signal.SIGSTOP)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=END_SECONDS)
     assert "rank 1 is lost with host other, which has not answered for 2 seconds" in err
     assert process.returncode == 137
 
@@ -398,7 +399,7 @@ def test_ranks_end_where_the_launcher_falls_silent(ssh: dict[str, str], tmp_path
         )  # that of this host goes on
         assert wait_for(lambda: agent not in agents(str(tmp_path)), END_SECONDS)
         process.send_signal(signal.SIGCONT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=END_SECONDS)
     assert "lost with host other" in err
 
 
@@ -406,7 +407,7 @@ def test_output_that_nobody_reads_for_long_ends_no_rank(ssh: dict[str, str]) -> 
     script = "print('x' * 3_000_000); print('end', flush=True)"
     with start(*HOSTS, *python(script), HVDLITE_PEER_TIMEOUT="2", **ssh) as process:
         time.sleep(4)  # it is the reader who is slow
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=END_SECONDS)
     assert (process.returncode, err, out.count(":end\n")) == (0, "", 3)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.launcher.jobs import MARK, processes, start
+from tests.limits import patient
 
 # Trains until the file that is its argument exists. Whatever it sums must come out right, and the
 # number of its steps is its state.
@@ -95,7 +96,7 @@ class Watch:
             self._changed.notify_all()
 
     def _wait(self, found: Callable[[], object], what: str, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patient(timeout)
         with self._changed:
             while not found():
                 left = deadline - time.monotonic()
@@ -156,7 +157,7 @@ class Watch:
     def finish(self, timeout: float = 20) -> int:
         """Wait for the end; return the exit code."""
         try:
-            code = self.process.wait(timeout)
+            code = self.process.wait(patient(timeout))
         except subprocess.TimeoutExpired:
             raise AssertionError("\n".join(["no end:", *self.out, *self.err])) from None
         for thread in self._threads:

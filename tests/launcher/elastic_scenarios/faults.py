@@ -28,12 +28,13 @@ from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.transport.tcp import connect
+from tests.limits import patient
 
 NUMBER = int(os.environ["HVDLITE_WORKER"])
 IS_FIRST = int(os.environ["FIRST_WORKERS"]) > NUMBER
 NAME = int(os.environ["HVDLITE_RANK"]) if IS_FIRST else NUMBER
 HOSTS = os.environ.get("SCENARIO_HOSTS", "")  # The file that the discovery script prints.
-LONGEST_END_SECONDS = 20.0
+LONGEST_END_SECONDS = patient(20.0)
 NATIVE_SECONDS = 0.001  # From the begin of a compiled allreduce to the death in it.
 
 _lock = threading.Lock()  # Guards all that follows: engine and script pass places at once.

@@ -12,8 +12,9 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
+from tests.limits import HANG_SECONDS
+
 LOOKS = 6  # Of hasty.py: a cause is told when so many in a row say the same.
-LIMIT_SECONDS = 20.0
 
 
 class Followed:
@@ -27,7 +28,7 @@ class Followed:
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             threading.Thread(target=self._read, args=(stream,), daemon=True).start()
-        self._wait("slowed by", 60.0)
+        self._wait("slowed by")
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
@@ -41,8 +42,8 @@ class Followed:
         self._last.append(line)
         return line
 
-    def _wait(self, text: str, seconds: float = LIMIT_SECONDS) -> None:
-        end = time.monotonic() + seconds
+    def _wait(self, text: str) -> None:
+        end = time.monotonic() + HANG_SECONDS
         while text not in self._next(end):
             pass
 
@@ -56,7 +57,7 @@ class Followed:
 
     def must_say(self, pattern: str) -> None:
         """Wait until hvdlite-run says at each look what `pattern` matches."""
-        end, right = time.monotonic() + LIMIT_SECONDS, 0
+        end, right = time.monotonic() + HANG_SECONDS, 0
         while right < LOOKS:
             line = self._next(end)
             if "wait" in line:
