@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -55,6 +56,11 @@ class BucketCall(_GradientCall):
     def tensors(self) -> Sequence[tf.Tensor]:
         """Those that may stay on a device: all."""
         return self.inputs
+
+    @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """The dtypes of the gradients, as numpy has them."""
+        return [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in self.inputs]
 
     def start(
         self,

@@ -22,6 +22,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.gradients.graph_buckets import (
+    READ,
+    READ_AND_WRITE,
+    BucketExecution,
+    GraphBucket,
+    array_at,
+)
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import find
 from hvdlite.tf.accelerators.library import accelerator_of, is_placed, placing
@@ -29,13 +36,6 @@ from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, placed_at
 from hvdlite.tf.calls.bucket_call import BucketCall
 from hvdlite.tf.calls.collective_call import ADAPTER, Call, Started, by_call
 from hvdlite.tf.calls.python_graph_ops import graphs_around, in_any_order
-from hvdlite.tf.native.graph_buckets import (
-    READ,
-    READ_AND_WRITE,
-    BucketExecution,
-    GraphBucket,
-    array_at,
-)
 from hvdlite.tf.native.library import Library
 
 

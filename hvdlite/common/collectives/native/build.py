@@ -9,6 +9,7 @@ message is about the source for a day, an accident (a full disk, a killed compil
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
 import os
@@ -16,6 +17,8 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +153,19 @@ class Recipe:
             f"{by} could not compile {self.source} earlier: {_gist(said)}; see "
             f"{cache.path(failed)}; tried again {_duration(lasts)} after the failure, {advice}"
         )
+
+
+def main(recipe: Recipe, what: str) -> int:
+    """Run the command that compiles `what` before a job needs it; return the exit code."""
+    argparse.ArgumentParser(description=what).parse_args()
+    start = time.monotonic()
+    try:
+        path = recipe.compile_once(try_again=True)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{path} ({time.monotonic() - start:.1f} seconds)")
+    return 0
 
 
 def say_that_python_runs(what: str, error: BuildError, *, first_of_host: bool) -> None:

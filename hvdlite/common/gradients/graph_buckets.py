@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import PreparedBucket, start_bucket
 from hvdlite.common.plain.adapter import (
     HOST_DEVICE,
@@ -25,7 +26,7 @@ from hvdlite.common.plain.adapter import (
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import for_collective
-from hvdlite.tf.calls.bucket_call import BucketCall
+from hvdlite.common.runtime.runtime import Runtime
 
 READ, READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
@@ -91,12 +92,35 @@ class BucketExecution:
         self._unused.append(self._tensors)
 
 
+class BucketCall(Protocol):
+    """The allreduce of gradients of a graph: each under its own name, or all as one group."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the gradients."""
+
+    @property
+    def dtypes(self) -> Sequence[np.dtype[Any]]:
+        """Their dtypes, as numpy has them."""
+
+    @property
+    def options(self) -> CallOptions:
+        """How they are reduced."""
+
+    @property
+    def runtime(self) -> Callable[[], Runtime]:
+        """A function that finds the runtime of the rank, in any thread."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else is reduced together with it."""
+
+
 class GraphBucket:
     """A bucket of a graph, which may be executed any number of times."""
 
     def __init__(self, call: BucketCall) -> None:
         self._call = call
-        self._dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in call.tensors]
         # The shapes of the tensors, as a graph tells them, and tensors of these that no execution
         # uses. Executions overlap where a user runs the graph in several threads.
         self._shapes: list[int] = []
@@ -134,7 +158,7 @@ class GraphBucket:
     def _make(self, shapes: list[int]) -> Sequence[GraphTensor]:
         made = []
         position = 0
-        for dtype in self._dtypes:
+        for dtype in self._call.dtypes:
             end = position + 1 + shapes[position]
             made.append(GraphTensor(dtype, tuple(shapes[position + 1 : end])))
             position = end
