@@ -28,11 +28,14 @@ class Part(NamedTuple):
 
 @dataclass
 class Owner:
-    """An object with tensors in it, such as a model: a dict of them, and how it takes one back."""
+    """An object with tensors in it, such as a model: a dict of them, and how it takes one back.
+
+    `install` returns None, or the object that replaces one which cannot be changed.
+    """
 
     thing: Any
     tree: dict[Any, Any]
-    install: Callable[[dict[Any, Any]], None]
+    install: Callable[[dict[Any, Any]], Any]
     # The names of tensors in the tree, with the names in the state of those they are cut like.
     follows: Mapping[str, str] = field(default_factory=dict)
     # The layouts of tensors in the tree that are never whole, by their names there.

@@ -93,8 +93,8 @@ def fill(
     Dicts and lists are changed in place. `tree` is the expanded state.
     """
     if isinstance(tree, Owner):
-        tree.install(fill(tree.tree, tree.expanded, found, tensors, name))
-        return original
+        other = tree.install(fill(tree.tree, tree.expanded, found, tensors, name))
+        return original if other is None else other
     if isinstance(tree, dict):
         for key, value in tree.items():
             original[key] = fill(original[key], value, found, tensors, _join(name, key))
