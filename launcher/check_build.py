@@ -20,6 +20,7 @@ FRAMEWORKS = (
     ("NumPy", "numpy"),
     ("PyTorch", "torch"),
     ("TensorFlow", "tensorflow"),
+    ("JAX", "jax"),
     ("Keras", "keras"),
     ("tf_keras (Keras 2)", "tf_keras"),
 )
@@ -32,7 +33,7 @@ class CompiledPath(NamedTuple):
     """Compiled code that takes the place of Python where it works."""
 
     name: str
-    setting: str  # of Config
+    setting: str  # of Config; "" where none turns it off
     trial: str  # a module and its words; see `hvdlite.tools.trials`
     package: str  # that it needs
 
@@ -43,6 +44,7 @@ COMPILED_PATHS = (
     CompiledPath(
         "TensorFlow operations", "tf_native", f"{TRIALS} tensorflow_operations", "tensorflow"
     ),
+    CompiledPath("programs of JAX", "", f"{TRIALS} jax_programs", "jax"),
 )
 DEVICE_PATHS = (
     CompiledPath("PyTorch", "devices", f"{TRIALS} torch_devices", "torch"),
@@ -121,7 +123,8 @@ def _compiled(
 ) -> str:
     if path.package not in installed:
         return _mark(False, f"{path.name}: {path.package} is not installed")
-    if getattr(Config.from_environ(environ), path.setting) == "off":
+    config = Config.from_environ(environ)
+    if path.setting and getattr(config, path.setting) == "off":
         return _mark(False, f"{path.name}: HVDLITE_{path.setting.upper()}=off")
     works, text = _try(path.trial, environ)
     return _mark(works, f"{path.name}: {text}")

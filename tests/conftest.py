@@ -54,6 +54,7 @@ THOROUGH = (
     "test_wheel.py",
 )
 FRAMEWORKS = {
+    "jax": "jax",
     "keras": os.environ.get("KERAS_BACKEND", "tf"),
     "ray": "ray",
     "spark": "spark",

@@ -27,7 +27,7 @@ FLOORS = [
     ["hvdlite.launcher.decisions"],
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
-    ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy"],
+    ["hvdlite.torch", "hvdlite.tf", "hvdlite.jax", "hvdlite.numpy"],
     ["hvdlite.ps"],
     ["hvdlite.ps.worker"],
     ["hvdlite.ps.server"],

@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 NUMPY_FILE = HERE / "public_api_numpy.txt"
 TORCH_FILE = HERE / "torch" / "public_api.txt"
 TF_FILE = HERE / "tf" / "public_api.txt"
+JAX_FILE = HERE / "jax" / "public_api.txt"
 KERAS_FILE = HERE / "keras" / "public_api.txt"
 RAY_FILE = HERE / "ray" / "public_api.txt"
 SPARK_FILE = HERE / "spark" / "public_api.txt"
@@ -31,6 +32,7 @@ ELASTIC_FILES = {
     "hvdlite.torch.elastic.sampler": HERE / "torch" / "public_api_elastic_sampler.txt",
     "hvdlite.torch.elastic.state": HERE / "torch" / "public_api_elastic_state.txt",
     "hvdlite.tf.elastic": HERE / "tf" / "public_api_elastic.txt",
+    "hvdlite.jax.elastic": HERE / "jax" / "public_api_elastic.txt",
     "hvdlite.keras.elastic": HERE / "keras" / "public_api_elastic.txt",
 }
 SHARDING_FILES = {
@@ -109,8 +111,8 @@ def test_numpy() -> None:
 @pytest.mark.tf
 @pytest.mark.parametrize("name", ELASTIC_FILES)
 def test_elastic_training(name: str) -> None:
-    framework = {"torch": "torch", "tf": "tensorflow", "keras": "keras"}.get(name.split(".")[1])
-    if framework:
+    framework = {"tf": "tensorflow"}.get(name.split(".")[1], name.split(".")[1])
+    if framework in ("torch", "tensorflow", "jax", "keras"):
         pytest.importorskip(framework)
     assert signatures(importlib.import_module(name)) == golden(ELASTIC_FILES[name])
 
@@ -134,10 +136,10 @@ def test_checkpoints_and_sharding(name: str) -> None:
 @pytest.mark.tf
 @pytest.mark.torch
 def test_checkpoints_are_the_same_in_all_frameworks() -> None:
-    for name in ("torch", "tensorflow", "keras"):
+    for name in ("torch", "tensorflow", "jax", "keras"):
         pytest.importorskip(name)
     first = signatures(importlib.import_module("hvdlite.numpy.checkpoint"))
-    for name in ("torch", "tf", "keras"):
+    for name in ("torch", "tf", "jax", "keras"):
         assert signatures(importlib.import_module(f"hvdlite.{name}.checkpoint")) == first
 
 
@@ -146,6 +148,7 @@ if __name__ == "__main__":
         "hvdlite.numpy": NUMPY_FILE,
         "hvdlite.torch": TORCH_FILE,
         "hvdlite.tf": TF_FILE,
+        "hvdlite.jax": JAX_FILE,
         "hvdlite.keras": KERAS_FILE,
         "hvdlite.ray": RAY_FILE,
         "hvdlite.spark": SPARK_FILE,

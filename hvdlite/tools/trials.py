@@ -91,6 +91,25 @@ def tensorflow_operations() -> Found:
     return Found(True, f"compiled on this machine, for TensorFlow {tf.version.VERSION}")
 
 
+def jax_programs() -> Found:
+    """Run a program with a compiled collective on one rank."""
+    import jax
+
+    import hvdlite.jax as hvd
+    from hvdlite.common.collectives.native.cache import BuildError
+    from hvdlite.jax.native.library import Library, recipe
+
+    hvd.init()
+    try:
+        recipe().load(Library)
+    except BuildError as error:
+        return Found(False, str(error))
+    values = jax.numpy.arange(1000.0)
+    if not (jax.jit(hvd.allreduce)(values) == values).all():
+        return Found(False, "the compiled functions give a wrong result")
+    return Found(True, f"compiled on this machine, for JAX {jax.__version__}")
+
+
 def torch_devices() -> Found:
     """Tell which library of torch reduces tensors on the accelerator of this machine."""
     import torch

@@ -1,0 +1,71 @@
+"""Checkpoints of arrays of JAX.
+
+hvd.checkpoint.save("checkpoint", {"params": params, "opt_state": opt_state, "step": 100})
+state = hvd.checkpoint.load("checkpoint", {"params": params, "opt_state": opt_state, "step": 0})
+
+Arrays do not change: what `load` returns has the new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
+from hvdlite.checkpoint.tensors import Array, Context, Owner, Tensors
+from hvdlite.common.layouts.layout import Layout
+from hvdlite.jax.trees import from_host, is_key, to_host
+
+
+class JaxTensors(Tensors):
+    """Arrays of JAX beside those of numpy."""
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, jax.Array) or super().is_tensor(value)
+
+    def kind(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
+        return super().kind(to_host(tensor) if is_key(tensor) else tensor)
+
+    def array(self, tensor: Any) -> Array:
+        return np.asarray(to_host(tensor))
+
+    def owner(self, thing: Any, context: Context) -> Owner | None:
+        """Return the parts of a node of a pytree, such as a state of optax or flax."""
+        children, structure = jax.tree_util.tree_flatten_with_path(
+            thing, is_leaf=lambda each: each is not thing
+        )
+        if jax.tree_util.treedef_is_leaf(structure):
+            return super().owner(thing, context)
+        tree = {_key(path): child for path, child in children}
+        return Owner(
+            thing, tree, lambda found: jax.tree_util.tree_unflatten(structure, [*found.values()])
+        )
+
+    def store(self, tensor: Any, values: Array) -> Any:
+        """Return a new array of JAX in the place of one; see `Tensors`."""
+        return (
+            from_host(values, tensor)
+            if isinstance(tensor, jax.Array)
+            else super().store(tensor, values)
+        )
+
+
+def _key(path: Any) -> Any:
+    """Return the name or the number of a part."""
+    (entry,) = path
+    return next(getattr(entry, word) for word in ("name", "key", "idx") if hasattr(entry, word))
+
+
+_forms = CheckpointForms(JaxTensors())
+
+save = _forms.save
+load = _forms.load
+consolidate = _forms.consolidate
+infer_layout = _forms.infer_layout
+infer_predict_layout = _forms.infer_predict_layout
+ranks_needed = _forms.ranks_needed
+load_distributed_checkpoint = _forms.load_distributed_checkpoint
+
+__all__ = ["Layout", *PUBLIC]  # noqa: PLE0604 - they are strings

@@ -1,0 +1,49 @@
+"""Broadcasts of pytrees and Python objects, and the gathering of objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from hvdlite.common.api import objects
+from hvdlite.common.api.forms import Forms
+from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.jax.trees import from_host, is_array, to_host
+
+_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
+
+broadcast_object = objects.broadcast_object
+allgather_object = objects.allgather_object
+
+
+def broadcast_parameters(
+    params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the pytree with the arrays of the global rank `root_rank`; blocks.
+
+    `params` is any pytree, such as parameters or the state of an optimizer, of the same structure,
+    shapes and dtypes on all ranks. Leaves that are no arrays stay as they are. Arrays stay on the
+    devices on which they are. Raises `ValueError` for arrays that are traced.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in leaves):
+        raise ValueError(
+            "broadcast_parameters needs values, and these are traced: call it outside of jax.jit, "
+            "before the first step"
+        )
+    handles = {}
+    for path, leaf in leaves:
+        if is_array(leaf):
+            name = f"broadcast_parameters.{jax.tree_util.keystr(path)}"
+            handles[path] = _forms.broadcast_async(to_host(leaf), root_rank, name, process_set)
+    received = [
+        from_host(_forms.synchronize(handles[path]), leaf) if path in handles else leaf
+        for path, leaf in leaves
+    ]
+    return jax.tree_util.tree_unflatten(structure, received)
+
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]

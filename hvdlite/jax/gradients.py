@@ -1,0 +1,130 @@
+"""Gradients that are reduced over all ranks: of a pytree, in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hvdlite.common.gradients import reducer
+from hvdlite.common.gradients.buckets import batches_of, single_and_grouped
+from hvdlite.common.gradients.variables import Sources
+from hvdlite.common.plain.compression import COMPLEX
+from hvdlite.common.runtime.current import for_collective
+from hvdlite.common.segmentation import strategies as segmentation
+from hvdlite.jax.calls import Call
+from hvdlite.jax.programs import exchange, is_tracing
+
+Gradients = Mapping[str, Any]
+
+
+class _Paths(Sources):
+    """Leaves of pytrees, which are known by their paths."""
+
+    def __init__(self) -> None:
+        super().__init__(str)
+
+    def key_of(self, source: Any) -> Any:
+        """Return the path: equal ones are of the same leaf."""
+        return source
+
+    def path_of(self, source: Any) -> str:
+        """Return the path as it is."""
+        path: str = source
+        return path
+
+
+class Reducer(reducer.Reducer):
+    """Reduces the gradients of a pytree, at once or in the program that is being traced."""
+
+    sources = _Paths()
+    variable = "path of a leaf, such as \"['dense']['kernel']\""
+
+    def reduce_tree(self, gradients: Any) -> Any:
+        """Return the gradients, reduced over all ranks, in the structure that they have.
+
+        Raises `HorovodInternalError` when the reduction fails, and outside of a program at once.
+        """
+        leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
+        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        reduced = self.reduce([leaf for _, leaf in leaves], paths)
+        return jax.tree_util.tree_unflatten(structure, reduced)
+
+    def send(
+        self, gradients: Gradients, sources: Mapping[str, Any], groups: Sequence[Sequence[str]]
+    ) -> Gradients:
+        """Reduce the gradients, of which each starts as soon as it is computed."""
+        if not gradients:
+            return {}
+        return _send(
+            self, {name: jnp.asarray(each) for name, each in gradients.items()}, groups, ""
+        )
+
+    def describe(self, name: str, gradient: Any, source: Any) -> segmentation.Gradient | None:
+        array = jnp.asarray(gradient)
+        return segmentation.Gradient(name, array.nbytes, array.dtype.name, source)
+
+    def divide(self, gradient: Any, divisor: int) -> Any:
+        return gradient / divisor
+
+
+def _send(
+    reducer: Reducer, gradients: Gradients, groups: Sequence[Sequence[str]], suffix: str
+) -> Gradients:
+    """Reduce gradients; the collectives have their names, with `suffix` behind them."""
+    compression = reducer.reduction.compression
+    if reducer.feedback is None:
+        packed = {name: compression.compress(each) for name, each in gradients.items()}
+    else:
+        if any(jnp.iscomplexobj(each) for each in gradients.values()):
+            raise ValueError(COMPLEX)
+        packed = {name: (each, None) for name, each in gradients.items()}
+    parts = []
+    for names, options in _buckets(
+        reducer, {name: array for name, (array, _) in packed.items()}, groups
+    ):
+        keys = tuple(f"{name}{suffix}" for name in names)
+        call = Call("allreduce", options(keys), names=keys, exchange=reducer.feedback)
+        parts.append((names, call))
+
+    def back(upstream: list[Any]) -> list[Any]:
+        order = [name for names, _ in parts for name in names]
+        reduced = _send(
+            reducer, dict(zip(order, upstream, strict=True)), groups, f"{suffix}.gradient"
+        )
+        return [reduced[name] for name in order]
+
+    results = exchange([(call, [packed[name][0] for name in names]) for names, call in parts], back)
+    reduced = {
+        name: result
+        for (names, _), each in zip(parts, results, strict=True)
+        for name, result in zip(names, each, strict=True)
+    }
+    if reducer.feedback is not None:
+        return reduced
+    return {name: compression.decompress(reduced[name], packed[name][1]) for name in gradients}
+
+
+def _buckets(
+    reducer: Reducer, arrays: Gradients, groups: Sequence[Sequence[str]]
+) -> list[tuple[Sequence[str], Callable[[Sequence[str]], Any]]]:
+    """Return the gradients that are handed over together, each time with how."""
+    segments = reducer.segments
+    if (
+        reducer.feedback is not None
+    ):  # The same on all ranks: groups, and each other gradient alone.
+        _, buckets = single_and_grouped(list(arrays), groups, segmented=True)
+        return [(names, segments.options) for names in buckets]
+    single, buckets = single_and_grouped(
+        list(arrays), groups, segmented=segments.strategy is not None
+    )
+    sizes = {name: int(np.prod(each.shape)) * each.dtype.itemsize for name, each in arrays.items()}
+    batches = [single] if single else []
+    if is_tracing():
+        # Backward computes the gradients of the last layer first.
+        batches = batches_of(single[::-1], sizes, for_collective().topology, 0)
+    alone = [(names, lambda keys: segments.options(keys[:1])) for names in batches]
+    return alone + [(names, segments.options) for names in buckets]

@@ -1,0 +1,1 @@
+"""The compiled functions by which programs of XLA run collectives."""

@@ -1,0 +1,196 @@
+"""Collectives of compiled programs: registered when a program is compiled, started when it runs.
+
+    XLA's threads                   the thread "hvdlite-jax"         the engine
+    hvdlite_start -> queue          hvdlite_next -> start            runs it
+    hvdlite_take holds no thread, and is ended by                    Handle.on_end -> hvdlite_end
+
+XLA's threads never wait for the GIL. The engine reads and writes the memory of the collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.gradients.graph_buckets import READ, READ_AND_WRITE, GraphBucket, array_at
+from hvdlite.common.runtime.current import for_collective
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.jax.calls import Call, Kind
+from hvdlite.jax.native.library import Library
+from hvdlite.jax.starting import Started, start_now
+
+
+@dataclass
+class Registered:
+    """A collective of a program that was compiled: it can be started any number of times."""
+
+    call: Call
+    name: str
+    inputs: Sequence[Kind]
+    results: Sequence[Kind]
+    runtime: Callable[[], Runtime] = for_collective
+    alone = False
+    _bucket: GraphBucket | None = field(default=None, init=False)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names under which tensors are reduced; see `BucketCall`."""
+        return self.call.names or (self.name,)
+
+    @property
+    def options(self) -> CallOptions:
+        """See `BucketCall`."""
+        return self.call.options
+
+    @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """See `BucketCall`."""
+        return [kind.dtype for kind in self.inputs]
+
+    @cached_property
+    def number(self) -> int:
+        """A number that no other collective has: the same wherever the same program is compiled."""
+        options = self.options
+        about = (
+            self.call.collective, self.name, self.call.names, self.inputs, self.results,
+            options.process_set.process_set_id, options._replace(process_set=None),  # type: ignore[arg-type]
+            None if self.call.exchange is None else id(self.call.exchange),
+        )  # fmt: skip
+        digest = hashlib.blake2b(repr(about).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def start(self, addresses: Sequence[int]) -> Started:
+        """Start it on the memory of a program. Raises as the engine does."""
+        if self.call.names and self.call.exchange is None:
+            return self._start_bucket(addresses)
+        access = READ_AND_WRITE if self.call.keeps_shape else READ
+        inputs = [
+            array_at(address, kind.shape, kind.dtype, access)
+            for address, kind in zip(addresses, self.inputs, strict=False)
+        ]
+        results = inputs
+        if not self.call.keeps_shape:
+            places = zip(addresses[len(inputs) :], self.results, strict=True)
+            results = [
+                array_at(address, kind.shape, kind.dtype, READ_AND_WRITE)
+                for address, kind in places
+            ]
+        return start_now(self.call, self.name, inputs, results)
+
+    def _start_bucket(self, addresses: Sequence[int]) -> Started:
+        if self._bucket is None:
+            self._bucket = GraphBucket(self)
+            self._shapes = [n for kind in self.inputs for n in (len(kind.shape), *kind.shape)]
+        execution = self._bucket.start(self._shapes, addresses, is_last=False)
+        return Started([execution.handle], release=execution.release)
+
+
+_registered: dict[int, Registered] = {}
+
+
+def register(call: Call, name: str, inputs: Sequence[Kind], results: Sequence[Kind]) -> int:
+    """Return the number by which a compiled program names this collective."""
+    registered = Registered(call, name, inputs, results)
+    number = registered.number
+    earlier = _registered.get(number)
+    # A process set may have the number of one that was removed.
+    if earlier is None or earlier.options.process_set is not call.options.process_set:
+        _registered[number] = registered
+    return number
+
+
+class _Execution(NamedTuple):
+    """One execution of a collective: where its memory is, and what `hvdlite_end` is told of it."""
+
+    registered: Registered
+    addresses: Sequence[int]
+    pointer: int
+
+
+class _Executions:
+    """What the programs of this process have started, and the thread that starts it in the engine.
+
+    The engine takes one tensor of a name at a time, and a program may have several: a function
+    twice, or two optimizers for parameters of the same paths. The later one waits for the earlier.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._lock = threading.Lock()  # guards what is below
+        self._names: set[str] = set()  # of what is in flight
+        self._waiting: list[_Execution] = []
+
+    def serve(self) -> None:
+        """Start for ever what programs have put into the queue."""
+        while True:
+            record = self._library.next()
+            position = 0
+            while position < len(record):
+                pointer, number, count = record[position : position + 3]
+                end = position + 3 + count
+                self._take_up(pointer, number, record[position + 3 : end])
+                position = end
+
+    def _take_up(self, pointer: int, number: int, addresses: Sequence[int]) -> None:
+        registered = _registered.get(number)
+        if registered is None:
+            self._library.end(pointer, b"this process has not compiled the program it is of")
+            return
+        with self._lock:
+            self._waiting.append(_Execution(registered, addresses, pointer))
+            free = self._free()
+        for execution in free:
+            self._start(execution)
+
+    def _free(self) -> list[_Execution]:
+        """Return what need not wait any more; the caller holds the lock, and starts it."""
+        free, waiting, earlier = [], [], set(self._names)
+        for execution in self._waiting:
+            names = execution.registered.names
+            if earlier.isdisjoint(names):
+                free.append(execution)
+                self._names.update(names)
+            else:
+                waiting.append(execution)
+            earlier.update(names)
+        self._waiting = waiting
+        return free
+
+    def _start(self, execution: _Execution) -> None:
+        try:
+            started = execution.registered.start(execution.addresses)
+        except Exception as error:
+            self._end(execution, error)
+            return
+        missing = [*range(len(started.handles))]
+
+        def one_has_ended() -> None:
+            if missing.pop() == 0:  # pop() is atomic: exactly one thread sees the last item.
+                self._end(execution, started.close())
+
+        for handle in started.handles:
+            handle.on_end(one_has_ended)
+
+    def _end(self, execution: _Execution, error: Exception | None) -> None:
+        text = None if error is None else f"{type(error).__name__}: {error}".encode()
+        self._library.end(execution.pointer, text)
+        with self._lock:
+            self._names.difference_update(execution.registered.names)
+            free = self._free()
+        for following in free:
+            # In a thread of its own, for this one may be the engine's.
+            threading.Thread(target=self._start, args=(following,), daemon=True).start()
+
+
+def serve(library: Library) -> None:
+    """Start the thread that starts the collectives of programs."""
+    executions = _Executions(library)
+    threading.Thread(target=executions.serve, name="hvdlite-jax", daemon=True).start()
+    library.serve()

@@ -1,0 +1,79 @@
+"""The compiled functions as Python calls them, built and loaded once, if they are wanted.
+
+They only make programs faster. Some ranks of a job may have them and others not: the messages
+between ranks, and the results, are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hvdlite.common.collectives.native.build import Recipe, say_that_python_runs
+from hvdlite.common.collectives.native.cache import BuildError
+from hvdlite.common.runtime.current import find
+
+START, TAKE = "hvdlite_start", "hvdlite_take"
+
+
+class Library:
+    """The compiled functions: XLA knows those that programs call, and Python calls the others."""
+
+    def __init__(self, path: str) -> None:
+        waiting = ctypes.CDLL(path)  # Its functions are called without the GIL.
+        quick = ctypes.PyDLL(path)
+        integers = ctypes.POINTER(ctypes.c_int64)
+        self._next = _function(waiting.hvdlite_next, integers, integers)
+        self.serve = _function(quick.hvdlite_serve, None)
+        self.end = _function(waiting.hvdlite_end, None, ctypes.c_void_p, ctypes.c_char_p)
+        for name in (START, TAKE):
+            target = jax.ffi.pycapsule(getattr(waiting, name))
+            jax.ffi.register_ffi_target(name, target, platform="cpu")
+
+    def next(self) -> list[int]:
+        """Sleep until programs have started collectives, and return the record of all of them."""
+        length = ctypes.c_int64()
+        record: list[int] = self._next(ctypes.byref(length))[: length.value]
+        return record
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def recipe() -> Recipe:
+    """Return the recipe of the compiled functions for this version of XLA's interface."""
+    return Recipe(
+        source=Path(__file__).with_name("ops.cc"),
+        folder="jax",
+        name=f"ops-{jax.version.__version__}",
+        flags=("-O2", "-std=c++17", "-isystem", jax.ffi.include_dir()),
+        remark=f"for JAX {jax.version.__version__}, once (some 4 seconds of CPU time)",
+        module="hvdlite.jax.build",
+    )
+
+
+_lock = threading.Lock()
+
+
+def library() -> Library | None:
+    """Return the compiled functions, or None where they cannot be built."""
+    with _lock:
+        return _load()
+
+
+@cache
+def _load() -> Library | None:
+    try:
+        return recipe().load(Library)
+    except BuildError as error:
+        runtime = find()
+        first = runtime is None or runtime.topology.local_rank(runtime.rank) == 0
+        say_that_python_runs("every collective of a program runs", error, first_of_host=first)
+        return None

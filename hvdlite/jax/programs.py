@@ -1,0 +1,263 @@
+"""Collectives as an operation of JAX, which can be traced, compiled, differentiated and batched.
+
+One operation runs several collectives, of which each starts as soon as its inputs are computed.
+Programs and operations outside of them run their collectives in the order of the script: JAX hands
+a token from each to the next one, also from program to program.
+
+What is not public in JAX is used here only: effects, and how an operation gets its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core, effects
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from hvdlite.common.collectives.table import SPECS
+from hvdlite.common.plain.numpy_adapter import Array, aligned_empty
+from hvdlite.jax.calls import Call, Kind
+from hvdlite.jax.native.executions import register, serve
+from hvdlite.jax.native.library import START, TAKE, Library, library
+from hvdlite.jax.starting import start_now
+
+Arrays = Sequence[Any]
+Back = Callable[[list[Any]], list[Any]]  # From the gradients of results to those of inputs.
+
+
+class CollectiveEffect(effects.Effect):
+    """Other ranks see it: it is never removed, doubled, or moved before another one."""
+
+    def __str__(self) -> str:
+        return "Collective"
+
+
+EFFECT = CollectiveEffect()
+for _allowed in (
+    effects.lowerable_effects,
+    effects.ordered_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _allowed.add_type(CollectiveEffect)
+
+exchange_p: Any = Primitive("hvdlite")
+exchange_p.multiple_results = True
+
+
+def is_tracing() -> bool:
+    """Return whether JAX looks at what the script does, instead of computing it at once."""
+    return not core.trace_state_clean()
+
+
+def exchange(parts: Sequence[tuple[Call, Arrays]], back: Back | None = None) -> list[list[Any]]:
+    """Return the results of each of some collectives, which run at the same time.
+
+    `back` makes the gradients of all inputs from those of all results.
+    """
+    calls = tuple(call for call, _ in parts)
+    counts = tuple(len(inputs) for _, inputs in parts)
+    arrays = [jnp.asarray(array) for _, inputs in parts for array in inputs]
+    described = _kinds(arrays, calls, counts)
+    for call, kinds in described:
+        call.check(kinds)
+    results = exchange_p.bind(*arrays, calls=calls, counts=counts, back=back)
+    return _by_call(results, [len(call.results(inputs)) for call, inputs in described])
+
+
+def _by_call(items: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    remaining = iter(items)
+    return [[next(remaining) for _ in range(count)] for count in counts]
+
+
+def _kind(array: Any) -> Kind:
+    return Kind(tuple(array.shape), np.dtype(array.dtype))
+
+
+def _kinds(
+    arrays: Arrays, calls: Sequence[Call], counts: Sequence[int]
+) -> list[tuple[Call, list[Kind]]]:
+    return list(zip(calls, _by_call([*map(_kind, arrays)], counts), strict=True))
+
+
+# -- what is computed at once
+
+
+@exchange_p.def_impl
+def _run(*arrays: Any, calls: Sequence[Call], counts: Sequence[int], back: Back | None) -> Arrays:
+    return [jnp.asarray(result) for result in run_now([*map(np.asarray, arrays)], calls, counts)]
+
+
+def run_now(arrays: Sequence[Array], calls: Sequence[Call], counts: Sequence[int]) -> list[Array]:
+    """Start collectives on arrays, and wait for all of them. Raises as the engine does."""
+    started, results = [], []
+    for call, inputs in zip(calls, _by_call(arrays, counts), strict=True):
+        kinds = call.results([*map(_kind, inputs)])
+        places = [aligned_empty(kind.shape, kind.dtype) for kind in kinds]
+        if call.keeps_shape:
+            for place, value in zip(places, inputs, strict=True):
+                place[...] = value
+        read = places if call.keeps_shape else inputs
+        started.append(start_now(call, call.name, read, places))
+        results += places
+    for each in started:
+        each.wait()
+    return results
+
+
+# -- in programs
+
+
+@exchange_p.def_effectful_abstract_eval
+def _results(
+    *arrays: Any, calls: Sequence[Call], counts: Sequence[int], back: Back | None
+) -> tuple[list[Any], set[effects.Effect]]:
+    kinds = [
+        kind for call, inputs in _kinds(arrays, calls, counts) for kind in call.results(inputs)
+    ]
+    return [core.ShapedArray(kind.shape, kind.dtype) for kind in kinds], {EFFECT}
+
+
+_TICKET = core.ShapedArray((), np.dtype(np.uint32))
+
+
+def _lower(
+    ctx: Any, *values: Any, calls: Sequence[Call], counts: Sequence[int], back: Back | None
+) -> Arrays:
+    token = ctx.tokens_in.get(EFFECT)
+    if _served_library() is None:
+        results, token = _lower_to_python(ctx, token, values, calls, counts)
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({EFFECT: token})))
+        return results
+    kinds = _kinds(ctx.avals_in, calls, counts)
+    groups = zip(kinds, _by_call(values, counts), _by_call(ctx.avals_in, counts), strict=True)
+    start = jax.ffi.ffi_lowering(START, has_side_effect=True)
+    tickets = []
+    for (call, inputs), operands, avals in groups:
+        results = call.results(inputs)
+        number = register(call, _name(ctx.module_context, call), inputs, results)
+        sizes = [] if call.keeps_shape else [kind.nbytes for kind in results]
+        around = ctx.replace(
+            avals_in=[core.abstract_token, *avals], avals_out=[core.abstract_token, _TICKET]
+        )
+        token, ticket = start(
+            around, token, *operands, call=np.int64(number), sizes=np.array(sizes, np.int64)
+        )
+        tickets.append(ticket)
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({EFFECT: token})))
+    take = jax.ffi.ffi_lowering(TAKE, has_side_effect=True)
+    taken: Arrays = take(ctx.replace(avals_in=[_TICKET] * len(tickets)), *tickets)
+    return taken
+
+
+@cache
+def _served_library() -> Library | None:
+    """Return the compiled functions, with a thread that serves them; None without any."""
+    found = library()
+    if found is not None:
+        serve(found)
+    return found
+
+
+def _lower_to_python(
+    ctx: Any, token: Any, values: Arrays, calls: Sequence[Call], counts: Sequence[int]
+) -> tuple[Arrays, Any]:
+    """Make a program call Python, which runs the collectives and waits for them."""
+    named = tuple(call.named(_name(ctx.module_context, call)) for call in calls)
+
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(run_now(arrays, named, counts))
+
+    results, token, _ = mlir.emit_python_callback(
+        ctx, run, token, list(values), ctx.avals_in, ctx.avals_out, has_side_effect=True,
+        returns_token=True,
+    )  # fmt: skip
+    return results, token
+
+
+def _name(module: Any, call: Call) -> str:
+    """Return the user's name, or one that tells the place in the program that is compiled."""
+    if call.name is not None or call.names:
+        return call.name or call.names[0]
+    counts = next((each for each in module.keepalives if type(each) is _Places), None)
+    if counts is None:
+        counts = _Places()
+        module.add_keepalive(counts)
+    counts[call.collective] += 1
+    program = module.module.operation.attributes["sym_name"].value
+    return f"{program}.{counts[call.collective]}"
+
+
+class _Places(Counter[str]):
+    """How many collectives of each kind without a name a program has."""
+
+
+mlir.register_lowering(exchange_p, _lower, platform="cpu", cacheable=False)
+
+
+# -- as automatic differentiation sees them
+
+
+def _differentiate(
+    arrays: Arrays, tangents: Arrays, *, calls: Sequence[Call], counts: Sequence[int],
+    back: Back | None,
+) -> tuple[Arrays, Arrays]:  # fmt: skip
+    params = {"counts": counts, "back": back}
+    results = exchange_p.bind(*arrays, calls=calls, **params)
+    if all(type(tangent) is ad.Zero for tangent in tangents):
+        return results, [ad.Zero.from_primal_value(result) for result in results]
+    there = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    derived = tuple(call.derived("tangent") for call in calls)
+    return results, exchange_p.bind(*there, calls=derived, **params)
+
+
+ad.primitive_jvps[exchange_p] = _differentiate
+
+
+def _transpose(
+    gradients: Arrays, *arrays: Any, calls: Sequence[Call], counts: Sequence[int],
+    back: Back | None,
+) -> Arrays:  # fmt: skip
+    assert back is not None
+    return back([ad.instantiate_zeros(gradient) for gradient in gradients])
+
+
+ad.primitive_transposes[exchange_p] = _transpose
+
+
+# -- over a dimension that jax.vmap adds
+
+
+def _batch(
+    arrays: Arrays, dims: Sequence[Any], *, calls: Sequence[Call], counts: Sequence[int],
+    back: Back | None,
+) -> tuple[Arrays, Sequence[Any]]:  # fmt: skip
+    moved: list[Any] = []
+    dims_out: list[Any] = []
+    for call, inputs, places in zip(
+        calls, _by_call(arrays, counts), _by_call(dims, counts), strict=True
+    ):
+        if not call.is_elementwise:
+            raise ValueError(
+                f"{call.collective}: jax.vmap would make one tensor of those of all elements, and "
+                f"{'Adasum' if call.exchange is None else 'this compression'} treats a tensor as a "
+                "whole: call it outside of jax.vmap"
+            )
+        to = 0 if SPECS[call.collective].scalars else 1  # Rows stay the first dimension.
+        for array, place in zip(inputs, places, strict=True):
+            batched = place is not None
+            moved.append(jnp.moveaxis(array, place, to) if batched else array)
+            dims_out.append(to if batched else None)
+    results = exchange_p.bind(*moved, calls=calls, counts=counts, back=back)
+    return results, dims_out
+
+
+batching.primitive_batchers[exchange_p] = _batch

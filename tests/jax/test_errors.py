@@ -1,0 +1,103 @@
+"""What is wrong is said on all ranks, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import hvdlite.jax as hvd
+from tests.jax.cases import RANKS, Case, Outcomes
+from tests.limits import HANG_SECONDS
+
+ROW = jnp.ones(4)
+WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "shape": (
+        lambda rank: jax.jit(lambda x: hvd.allreduce(x, name="a"))(jnp.ones(3 + rank % 2)),
+        "JaxRuntimeError", r"disagree on shape: .*\(3,\).* rank 1 has \(4,\)",
+    ),
+    "rows": (
+        lambda rank: jax.jit(hvd.allgather)(jnp.ones(3 + (rank == 0))),
+        "JaxRuntimeError", r"compiled for a result of the shape \[\d+\], and it has \[10\]: inside",
+    ),
+    "dtype": (
+        lambda rank: jax.jit(hvd.allreduce)(jnp.ones(3, jnp.float8_e4m3fn)),
+        "ValueError", "Tensor type float8_e4m3fn is not supported",
+    ),
+    "bool": (lambda rank: jax.jit(hvd.allreduce)(ROW > 0), "ValueError", "Average of bool"),
+    "root": (
+        lambda rank: jax.jit(lambda x: hvd.broadcast(x, 5))(ROW),
+        "ValueError", "invalid root rank 5",
+    ),
+    "tracer": (
+        lambda rank: jax.jit(hvd.allreduce_async)(ROW),
+        "ValueError", "allreduce_async needs values, and this array is traced",
+    ),
+    "parameters": (
+        lambda rank: jax.jit(hvd.broadcast_parameters)(ROW),
+        "ValueError", "call it outside of jax.jit",
+    ),
+    "vmap": (
+        lambda rank: jax.vmap(lambda x: hvd.allreduce(x, op=hvd.Adasum))(jnp.ones((2, 3))),
+        "ValueError", "Adasum treats a tensor as a whole",
+    ),
+    "splits": (
+        lambda rank: jax.jit(lambda x: hvd.alltoall(x, [1, 3, 0]))(ROW),
+        "ValueError", "a compiled program cannot have splits",
+    ),
+    "uneven": (lambda rank: jax.jit(hvd.alltoall)(ROW), "ValueError", "4 rows cannot be"),
+    "forward": (
+        lambda rank: jax.jvp(lambda x: hvd.allreduce(x, op=hvd.Max), (ROW,), (ROW,)),
+        "TypeError", "forward-mode",
+    ),
+}  # fmt: skip
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    again = jax.jit(hvd.allreduce)
+    for name, (call, _, _) in WRONG.items():
+        found[name] = call
+        # The job goes on, and programs can be run again.
+        found[f"after {name}"] = lambda rank: again(ROW * rank)
+    return found
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake(outcomes: Outcomes, name: str) -> None:
+    _, error, text = WRONG[name]
+    for outcome in outcomes:
+        assert outcome[name].error == error, outcome[name].text
+        assert re.search(text, outcome[name].text), outcome[name].text
+        assert list(outcome[f"after {name}"].value) == [(RANKS - 1) / 2] * 4
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp, hvdlite.jax as hvd
+hvd.init()
+step = jax.jit(lambda x: hvd.allreduce(x, name="step"))
+step(jnp.ones(3))
+if hvd.rank() == 1:
+    raise KeyError("my own mistake")
+step(jnp.ones(3)).block_until_ready()
+"""
+
+
+def test_a_rank_that_fails_ends_the_programs_of_others(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdlite.launcher", "-np", "2", sys.executable, "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 1 failed: KeyError: 'my own mistake'" in done.stderr
+    assert "rank 1 has ended by KeyError" in done.stderr, "said where rank 0 waited"

@@ -1,0 +1,235 @@
+"""Training on three ranks, against a process that has the data of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import hvdlite.jax as hvd
+from tests.jax.cases import RANKS, Case, Outcomes, same, values
+
+ROWS, STEPS = 8, 4
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(ROWS * RANKS, 4)).astype(np.float32)
+TARGETS = RNG.normal(size=(ROWS * RANKS, 3)).astype(np.float32)
+PARAMS = {
+    "first": {"w": RNG.normal(size=(4, 5)).astype(np.float32), "b": np.zeros(5, np.float32)},
+    "last": RNG.normal(size=(5, 3)).astype(np.float32),
+}
+
+
+def loss(params: Any, inputs: Any, targets: Any) -> Any:
+    hidden = jnp.tanh(inputs @ params["first"]["w"] + params["first"]["b"])
+    return jnp.mean((hidden @ params["last"] - targets) ** 2)
+
+
+def train(
+    optimizers: Mapping[str, Any],
+    rows: Any,
+    gradients: Any = jax.value_and_grad,
+    compiled: bool = True,
+) -> Any:
+    """Train once with each optimizer on some rows of the data; return all parameters.
+
+    Their steps are one program, in which collectives of several optimizers have the same names.
+    """
+
+    def step(params: Any, states: Any, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        stepped, following = {}, {}
+        for name, optimizer in optimizers.items():
+            _, found = gradients(loss)(params[name], inputs, targets)
+            updates, following[name] = optimizer.update(found, states[name], params[name])
+            stepped[name] = optax.apply_updates(params[name], updates)
+        return stepped, following
+
+    made = jax.jit(step, donate_argnums=(0, 1)) if compiled else step
+    params = {name: jax.tree_util.tree_map(jnp.array, PARAMS) for name in optimizers}
+    states = {name: optimizer.init(params[name]) for name, optimizer in optimizers.items()}
+    for _ in range(STEPS):
+        params, states = made(params, states, INPUTS[rows], TARGETS[rows])
+    return params
+
+
+def train_one(optimizer: Any, rows: Any, *args: Any) -> Any:
+    return train({"one": optimizer}, rows, *args)["one"]
+
+
+def of(rank: int) -> slice:
+    return slice(ROWS * rank, ROWS * (rank + 1))
+
+
+ALL = slice(None)
+ADAM = partial(optax.adamw, 1e-2)
+SGD = partial(optax.sgd, 1e-1)
+# What makes a distributed optimizer, and the optimizer that one process has.
+OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "adam": (lambda: hvd.DistributedOptimizer(ADAM()), ADAM),
+    "sum": (
+        lambda: hvd.DistributedOptimizer(optax.sgd(1e-1 / RANKS), op=hvd.Sum),
+        SGD,
+    ),
+    "predivided": (
+        lambda: hvd.DistributedOptimizer(SGD(), gradient_predivide_factor=2.0),
+        SGD,
+    ),
+    "groups": (lambda: hvd.DistributedOptimizer(ADAM(), groups=2), ADAM),
+    "named groups": (
+        lambda: hvd.DistributedOptimizer(ADAM(), groups=[["['last']", "['first']['b']"]]),
+        ADAM,
+    ),
+    "segments": (lambda: hvd.DistributedOptimizer(ADAM(), segmentation="size:80,20"), ADAM),
+    "passes": (
+        lambda: hvd.DistributedOptimizer(SGD(), backward_passes_per_step=2),
+        lambda: optax.MultiSteps(SGD(), 2, use_grad_mean=False),
+    ),
+    "mean of passes": (
+        lambda: hvd.DistributedOptimizer(
+            SGD(), backward_passes_per_step=2, average_aggregated_gradients=True
+        ),
+        lambda: optax.MultiSteps(SGD(), 2),
+    ),
+    "clipped": (
+        lambda: hvd.DistributedOptimizer(optax.chain(optax.clip_by_global_norm(0.1), SGD())),
+        lambda: optax.chain(optax.clip_by_global_norm(0.1), SGD()),
+    ),
+    "fp16": (lambda: hvd.DistributedOptimizer(SGD(), compression=hvd.Compression.fp16), SGD),
+}
+
+
+COMPILED = {name: make for name, (make, _) in OPTIMIZERS.items()}
+NOW = {name: COMPILED[name] for name in ("adam", "mean of passes")}
+
+
+def made(optimizers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    return {name: make() for name, make in optimizers.items()}
+
+
+def compressed(rank: int) -> Any:
+    """Both what ranks have in the end, and what rank 0 has."""
+    optimizer = hvd.DistributedOptimizer(SGD(), compression=hvd.Compression.topk(0.1))
+    params = train_one(optimizer, of(rank))
+    return params, hvd.broadcast_parameters(params)
+
+
+def on_a_process_set(rank: int) -> Any:
+    members = hvd.add_process_set([0, 2])
+    if rank == 1:
+        return PARAMS
+    return train_one(hvd.DistributedOptimizer(SGD(), process_set=members), of(rank))
+
+
+def adasum(rank: int) -> Any:
+    return [
+        train_one(
+            hvd.DistributedOptimizer(SGD(), op=hvd.Adasum), of(rank), jax.value_and_grad, compiled
+        )
+        for compiled in (True, False)
+    ]
+
+
+def started_alike(rank: int) -> Any:
+    tree = {"w": jnp.full(3, rank), "key": jax.random.key(rank), "name": "a"}
+    found = hvd.broadcast_parameters(tree, root_rank=1)
+    return {**found, "key": jax.random.key_data(found["key"]), "name": found["name"] == "a"}
+
+
+def saved_and_loaded(folder: Path) -> Any:
+    optimizer = optax.adam(1e-3)
+    params = {"w": jnp.arange(4.0)}
+    _, state = optimizer.update({"w": jnp.ones(4)}, optimizer.init(params))
+    key = jax.random.key(5)
+    hvd.checkpoint.save(folder, {"params": params, "state": state, "key": key, "step": 7})
+    empty = {"w": jnp.zeros(4)}
+    begun = {"params": empty, "state": optimizer.init(empty), "key": jax.random.key(0), "step": 0}
+    found = hvd.checkpoint.load(folder, begun)
+    assert type(found["state"]) is type(state) and type(found["state"][0]) is type(state[0])
+    # One process reads what three have written; another framework does, too.
+    wanted = {"params": {"w": np.zeros(4, np.float32)}}
+    other = import_module("hvdlite.numpy").checkpoint.load(folder, wanted)
+    return {**found, "key": jax.random.key_data(found["key"]), "numpy": other["params"]["w"]}
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    return {
+        "trained": lambda rank: train(made(COMPILED), of(rank)),
+        "trained now": lambda rank: train(made(NOW), of(rank), jax.value_and_grad, False),
+        "gradients": lambda rank: train_one(ADAM(), of(rank), hvd.value_and_grad),
+        "compressed": compressed,
+        "set": on_a_process_set,
+        "adasum": adasum,
+        "start": started_alike,
+        "checkpoint": lambda rank: saved_and_loaded(folder / "checkpoint"),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """What one process comes to that has the data of all."""
+    return train({name: make() for name, (_, make) in OPTIMIZERS.items()}, ALL)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("trained", name) for name in COMPILED] + [("trained now", name) for name in NOW],
+)
+def test_an_optimizer(outcomes: Outcomes, alone: Any, how: str, name: str) -> None:
+    for found in values(outcomes, how):
+        same(found[name], alone[name], 1e-3 if name == "fp16" else 2e-5)
+
+
+def test_gradients_of_all_ranks(outcomes: Outcomes, alone: Any) -> None:
+    for found in values(outcomes, "gradients"):
+        same(found, alone["adam"], 2e-5)
+
+
+def test_compression_keeps_ranks_equal_and_is_no_plain_sum(outcomes: Outcomes, alone: Any) -> None:
+    for own, first in values(outcomes, "compressed"):
+        same(own, first, 0)
+        assert not np.allclose(own["last"], alone["sum"]["last"], atol=1e-6)
+
+
+def test_adasum_is_the_same_compiled_and_not(outcomes: Outcomes) -> None:
+    for compiled, now in values(outcomes, "adasum"):
+        same(compiled, now, 1e-5)
+
+
+def test_a_process_set_trains_alone(outcomes: Outcomes) -> None:
+    rows = np.r_[of(0), of(2)]
+    found = values(outcomes, "set")
+    for rank in (0, 2):
+        same(found[rank], train_one(SGD(), rows), 2e-5)
+    same(found[1], PARAMS, 0)
+
+
+def test_parameters_of_one_rank_reach_all(outcomes: Outcomes) -> None:
+    for found in values(outcomes, "start"):
+        assert found["name"]
+        np.testing.assert_array_equal(found["w"], [1, 1, 1])
+        np.testing.assert_array_equal(found["key"], jax.random.key_data(jax.random.key(1)))
+
+
+def test_a_checkpoint_has_states_of_optax_and_keys(outcomes: Outcomes) -> None:
+    for found in values(outcomes, "checkpoint"):
+        assert found["step"] == 7
+        np.testing.assert_array_equal(found["params"]["w"], np.arange(4))
+        np.testing.assert_array_equal(found["numpy"], np.arange(4))
+        np.testing.assert_array_equal(found["key"], jax.random.key_data(jax.random.key(5)))
+        np.testing.assert_allclose(found["state"][0].mu["w"], np.full(4, 0.1), rtol=1e-6)
+
+
+def test_what_an_optimizer_refuses() -> None:
+    with pytest.raises(ValueError, match="backward_passes_per_step must be at least 1, not 0"):
+        hvd.DistributedOptimizer(SGD(), backward_passes_per_step=0)
+    with pytest.raises(ValueError, match=r"groups must consist of lists of path of a leaf"):
+        hvd.DistributedOptimizer(SGD(), groups=[[3]])
+    with pytest.raises(ValueError, match="give it to a DistributedOptimizer"):
+        hvd.grad(loss, compression=hvd.Compression.topk(0.1))
