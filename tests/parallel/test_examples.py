@@ -27,6 +27,7 @@ TENSORFLOW = (
     "tensorflow",
     {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", **NATIVE},
 )
+JAX = ("jax", {"JAX_PLATFORMS": "cpu", **NATIVE})
 Framework = tuple[str, dict[str, str]]
 
 
@@ -57,6 +58,8 @@ def run(
         pytest.param("torch_digits.py", TORCH, 2, id="torch-2", marks=NEEDS_MPIRUN),
         pytest.param("tf_digits.py", TENSORFLOW, 1, id="tf-1", marks=RARELY),
         pytest.param("tf_digits.py", TENSORFLOW, 2, id="tf-2", marks=NEEDS_MPIRUN),
+        pytest.param("jax_digits.py", JAX, 1, id="jax-1", marks=RARELY),
+        pytest.param("jax_digits.py", JAX, 2, id="jax-2", marks=NEEDS_MPIRUN),
         pytest.param("keras_digits.py", TENSORFLOW, 1, id="keras-tf-1", marks=RARELY),
         pytest.param("keras_digits.py", TENSORFLOW, 2, id="keras-tf-2", marks=NEEDS_MPIRUN),
         pytest.param("keras_digits.py", TORCH, 1, id="keras-torch-1", marks=RARELY),
@@ -120,9 +123,10 @@ def test_elastic_examples_train_in_fixed_jobs_too(
     [
         ("README.md", "torch", TORCH),
         ("docs/tensorflow.md", "tensorflow", TENSORFLOW),
+        ("docs/jax.md", "jax", JAX),
         ("docs/keras.md", "keras", TENSORFLOW),
     ],
-    ids=["torch", "tf", "keras"],
+    ids=["torch", "tf", "jax", "keras"],
 )
 def test_the_first_script_of_each_page_runs(
     page: str, package: str, framework: Framework, tmp_path: Path
