@@ -11,6 +11,7 @@ Each way runs in jobs of its own, in turns. See `simulated_hosts` for what the h
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
@@ -36,20 +37,20 @@ from peers import GlooRanks
 from simulated_hosts import ROOT, TCP, add_link_options, describe, two_hosts
 
 ALONE, NONE, DDP, HOOK = "alone", "none", "DDP", "DDP, PowerSGD hook"
-COMPRESSORS: dict[str, Callable[[Any], Any]] = {
-    NONE: lambda choices: choices.none,
-    "fp16": lambda choices: choices.fp16,
-    "bf16": lambda choices: choices.bf16,
-    "int8": lambda choices: choices.int8(),
-    "powersgd(4)": lambda choices: choices.powersgd(4),
-    "topk(0.01)": lambda choices: choices.topk(0.01),
-    "onebit": lambda choices: choices.onebit(0),
-}
+COMPRESSORS = (NONE, "fp16", "bf16", "int8", "powersgd(4)", "topk(0.01)", "onebit")
 ENTRIES = (ALONE, *COMPRESSORS, DDP, HOOK)
 WARM_UP = 5  # steps: the hook of PyTorch begins with the third
 STEP, TRAINING = "step", "training"
-TRAINED = (NONE, "fp16", "bf16", "int8", "powersgd(4)", "topk(0.01)", "onebit")
-WARM_UP_OF_ONEBIT = 100  # steps, in a training
+
+
+def compressor(entry: str, choices: Any, warmup_steps: int = 0) -> Any:
+    """Return a compressor that is written as in the table, such as "powersgd(4)"."""
+    name, _, number = entry.rstrip(")").partition("(")
+    found = getattr(choices, name)
+    if isinstance(found, type):
+        return found
+    made = found(*([float(number) if "." in number else int(number)] if number else []))
+    return made if name == "int8" else dataclasses.replace(made, warmup_steps=warmup_steps)
 
 
 def make_model(tensors: int) -> Any:
@@ -100,7 +101,7 @@ def connect(entry: str, args: argparse.Namespace) -> tuple[Ranks, Callable[[], N
             state = hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             module.register_comm_hook(state, hook.powerSGD_hook)
     elif entry != ALONE:
-        chosen = COMPRESSORS[entry](hvd.Compression)
+        chosen = compressor(entry, hvd.Compression)
         optimizer = hvd.DistributedOptimizer(
             optimizer, model.named_parameters(), compression=chosen
         )
@@ -138,8 +139,7 @@ def train(entry: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     sys.path.append(str(ROOT / "examples"))
     hvd.init()
     torch.set_num_threads(1)
-    choices = hvd.Compression
-    chosen = choices.onebit(WARM_UP_OF_ONEBIT) if entry == "onebit" else COMPRESSORS[entry](choices)
+    chosen = compressor(entry, hvd.Compression, args.warmup_steps)
     (what,) = args.trainings
     loss = TRAININGS[what](chosen, args)
     say(f"{what}, {entry}: {loss:.4f}")
@@ -240,13 +240,14 @@ def print_losses(records: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = make_parser("Compressors for slow links.", "compression")
     add = parser.add_argument
-    add("--entries", nargs="+", choices=ENTRIES, default=list(ENTRIES), metavar="WAY",
-        help=", ".join(ENTRIES))  # fmt: skip
+    add("--entries", nargs="+", default=list(ENTRIES), metavar="WAY",
+        help=", ".join(ENTRIES) + "; or with another number")  # fmt: skip
     add("--only", choices=(STEP, TRAINING), default=STEP)
     add("--trainings", nargs="+", choices=TRAININGS, default=[*TRAININGS])
     add("--rounds", type=int, default=3, help="jobs of each way, in turns")
     add("--seconds", type=float, default=8, help="of a job")
     add("--tensors", type=int, default=161, help="of ResNet-50, the first ones")
+    add("--warmup-steps", type=int, default=100, help="of a training: nothing is compressed")
     add("--epochs", type=int, default=15, help="of the digits")
     add("--steps", type=int, default=600, help="of the GPT")
     add_link_options(parser, gbit=1)
@@ -254,7 +255,7 @@ def main() -> None:
     if args.rank_file:
         rank_main(args)
     elif args.only == TRAINING:
-        trained = [entry for entry in args.entries if entry in TRAINED]
+        trained = [entry for entry in args.entries if entry not in (ALONE, DDP, HOOK)]
         records = [
             record
             for what, entry in product(args.trainings, trained)

@@ -19,23 +19,27 @@ Array = np.ndarray[Any, Any]
 COMPRESSORS = [
     FeedbackCompressions.int8(16),
     FeedbackCompressions.powersgd(2),
-    FeedbackCompressions.topk(0.05),
+    FeedbackCompressions.topk(0.05, warmup_steps=1),
     FeedbackCompressions.onebit(1, block=32),
 ]
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 
 
 class Model(ABC):
-    """One tensor over all ranks, which is a bucket of its own."""
+    """One tensor over all ranks, which is a bucket of its own; `warmup` steps send all of it."""
 
-    def __init__(self, ranks: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, ranks: int, shape: tuple[int, ...], warmup: int = 0) -> None:
         self.residuals = [np.zeros(shape, np.float32) for _ in range(ranks)]
+        self.warmup = warmup
 
     def step(self, gradients: list[Array]) -> Array:
         """Return the sum of what is sent of the gradients of all ranks."""
         for residual, gradient in zip(self.residuals, gradients, strict=True):
             np.add(residual, gradient, out=residual)
-        return self.exchange()
+        if self.warmup == 0:
+            return self.exchange()
+        self.warmup -= 1
+        return taken_whole(self.residuals)
 
     @abstractmethod
     def exchange(self) -> Array:
@@ -48,8 +52,8 @@ class PowerSGDModel(Model):
     That space, and hence the result, does not depend on the basis that is chosen.
     """
 
-    def __init__(self, ranks: int, shape: tuple[int, ...], factor: Array) -> None:
-        super().__init__(ranks, shape)
+    def __init__(self, ranks: int, shape: tuple[int, ...], factor: Array, warmup: int) -> None:
+        super().__init__(ranks, shape, warmup)
         self.factor = factor.astype(np.float64)
 
     def exchange(self) -> Array:
@@ -82,8 +86,8 @@ class WholeModel(Model):
 class TopKModel(Model):
     """Each rank sends its largest elements, a share `ratio` of them."""
 
-    def __init__(self, ranks: int, shape: tuple[int, ...], ratio: float) -> None:
-        super().__init__(ranks, shape)
+    def __init__(self, ranks: int, shape: tuple[int, ...], ratio: float, warmup: int) -> None:
+        super().__init__(ranks, shape, warmup)
         self.ratio = ratio
 
     def exchange(self) -> Array:
@@ -100,8 +104,8 @@ class TopKModel(Model):
 class BlockModel(Model):
     """Blocks of the flat tensor are coded; rank r adds up the r-th share of them, and codes it."""
 
-    def __init__(self, ranks: int, shape: tuple[int, ...], block: int) -> None:
-        super().__init__(ranks, shape)
+    def __init__(self, ranks: int, shape: tuple[int, ...], block: int, warmup: int = 0) -> None:
+        super().__init__(ranks, shape, warmup)
         self.block = block
 
     def coded(self, values: Array) -> Array:
@@ -131,11 +135,7 @@ class BlockModel(Model):
 
 
 class SignModel(BlockModel):
-    """Each element becomes the mean of those of its sign in the block, after the warm-up."""
-
-    def __init__(self, ranks: int, shape: tuple[int, ...], block: int, warmup: int) -> None:
-        super().__init__(ranks, shape, block)
-        self.warmup = warmup
+    """Each element becomes the mean of those of its sign in the block."""
 
     def coded(self, values: Array) -> Array:
         result = np.zeros_like(values)
@@ -143,9 +143,3 @@ class SignModel(BlockModel):
             if chosen.any():
                 result[chosen] = values[chosen].astype(np.float64).mean()
         return result
-
-    def exchange(self) -> Array:
-        if self.warmup == 0:
-            return super().exchange()
-        self.warmup -= 1
-        return taken_whole(self.residuals)

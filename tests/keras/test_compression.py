@@ -46,8 +46,8 @@ def model_of(compressor: FeedbackCompressor, name: str, ranks: int) -> Model:
     factor = FeedbackState(compressor, global_process_set).factor(name, (SHAPE[1], 2))
     models = [
         BlockModel(ranks, SHAPE, 16),
-        PowerSGDModel(ranks, SHAPE, factor),
-        TopKModel(ranks, SHAPE, 0.05),
+        PowerSGDModel(ranks, SHAPE, factor, 0),
+        TopKModel(ranks, SHAPE, 0.05, 1),
         SignModel(ranks, SHAPE, 32, 1),
     ]
     return models[COMPRESSORS.index(compressor)]

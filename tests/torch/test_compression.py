@@ -66,7 +66,7 @@ def train(optimizer: Any, named: dict[str, Any], rank: int, steps: range) -> lis
 def model_of(compressor: FeedbackCompressor, name: str, ranks: int) -> Model:
     shape = SHAPES[name]
     if isinstance(compressor, TopK):
-        return TopKModel(ranks, shape, compressor.ratio)
+        return TopKModel(ranks, shape, compressor.ratio, compressor.warmup_steps)
     if isinstance(compressor, OneBit):
         return SignModel(ranks, shape, compressor.block, compressor.warmup_steps)
     if isinstance(compressor, Int8):
@@ -76,7 +76,8 @@ def model_of(compressor: FeedbackCompressor, name: str, ranks: int) -> Model:
         return WholeModel(ranks, shape)
     columns = int(np.prod(shape[1:]))
     state = FeedbackState(compressor, global_process_set)
-    return PowerSGDModel(ranks, shape, state.factor(name, (columns, compressor.rank)))
+    factor = state.factor(name, (columns, compressor.rank))
+    return PowerSGDModel(ranks, shape, factor, compressor.warmup_steps)
 
 
 def expected(compressor: FeedbackCompressor, ranks: int, steps: int) -> list[dict[str, Any]]:
@@ -96,7 +97,9 @@ def check_close(reduced: list[dict[str, Any]], models: list[dict[str, Any]]) -> 
             np.testing.assert_allclose(ours[name], theirs[name], atol=2e-5, err_msg=name)
 
 
-@every_compressor
+@pytest.mark.parametrize(
+    "compressor", [*COMPRESSORS, hvd.Compression.powersgd(2, warmup_steps=2)], ids=str
+)
 def test_every_step_is_that_of_the_model(compressor: FeedbackCompressor) -> None:
     def main(rank: int) -> Any:
         named = parameters()
@@ -396,6 +399,10 @@ def test_bad_parameters_are_refused_at_once(value: Any) -> None:
     if value != 0:
         with pytest.raises(ValueError, match="onebit: warmup_steps must be a whole number"):
             hvd.Compression.onebit(value)
+        with pytest.raises(ValueError, match="powersgd: warmup_steps must be a whole number"):
+            hvd.Compression.powersgd(2, value)
+        with pytest.raises(ValueError, match="topk: warmup_steps must be a whole number"):
+            hvd.Compression.topk(0.5, value)
     with pytest.raises(ValueError, match="topk: ratio must be greater than 0 and at most 1"):
         hvd.Compression.topk(value)
 

@@ -73,19 +73,19 @@ def _next_of(exchange: Exchange, results: list[Array]) -> Operation[Array] | Non
 
 
 def _exchange_of(bucket: Bucket) -> Exchange:
-    steps = bucket.state.count([part.name for part in bucket.parts])
-    match bucket.state.compressor:
-        case Int8() as compressor:
+    compressor = bucket.state.compressor
+    if bucket.state.count([part.name for part in bucket.parts]) < compressor.warmup_steps:
+        return _whole(bucket)
+    match compressor:
+        case Int8():
             return blockwise(bucket, Int8Code(compressor))
-        case PowerSGD() as compressor:
+        case PowerSGD():
             return powersgd(bucket, compressor)
-        case TopK() as compressor:
+        case TopK():
             return topk(bucket, compressor)
-        case OneBit() as compressor:
-            if steps < compressor.warmup_steps:
-                return _whole(bucket)
+        case OneBit():
             return blockwise(bucket, OneBitCode(compressor))
-    raise TypeError(f"{bucket.state.compressor} is no compressor that there is")
+    raise TypeError(f"{compressor} is no compressor that there is")
 
 
 def _whole(bucket: Bucket) -> Exchange:

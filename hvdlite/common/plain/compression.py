@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -44,7 +44,37 @@ COMPLEX = (
 
 @dataclass(frozen=True)
 class FeedbackCompressor:
-    """A compressor that adds to each gradient what it has not sent of the ones before."""
+    """A compressor that adds to each gradient what it has not sent of the ones before.
+
+    The first `warmup_steps` steps of an optimizer send gradients as they are.
+    """
+
+    warmup_steps: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check_whole("warmup_steps", self.warmup_steps, 0)
+
+    def _check_whole(self, name: str, value: Any, least: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"{self._name}: {name} must be a whole number from {least} on, not {value!r}"
+            )
+
+    def _check_block(self, block: int) -> None:
+        self._check_whole("block", block, 8)
+        if block % 8:
+            raise ValueError(f"{self._name}: block must be a multiple of 8, not {block}")
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__.lower()
+
+    def __str__(self) -> str:
+        """Return its name and arguments, the same on all ranks that have the same ones."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        if not self.warmup_steps:
+            del given["warmup_steps"]
+        return f"{self._name}({', '.join(f'{name}={value}' for name, value in given.items())})"
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Raise `ValueError`: only an optimizer has a place for what was not sent."""
@@ -66,10 +96,8 @@ class Int8(FeedbackCompressor):
     block: int = 256
 
     def __post_init__(self) -> None:
-        _check_block("int8", self.block)
-
-    def __str__(self) -> str:
-        return f"int8(block={self.block})"
+        super().__post_init__()
+        self._check_block(self.block)
 
 
 @dataclass(frozen=True)
@@ -79,10 +107,8 @@ class PowerSGD(FeedbackCompressor):
     rank: int
 
     def __post_init__(self) -> None:
-        _check_whole("powersgd", "rank", self.rank, 1)
-
-    def __str__(self) -> str:
-        return f"powersgd(rank={self.rank})"
+        super().__post_init__()
+        self._check_whole("rank", self.rank, 1)
 
 
 @dataclass(frozen=True)
@@ -92,41 +118,25 @@ class TopK(FeedbackCompressor):
     ratio: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ratio = self.ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
             raise ValueError(f"topk: ratio must be greater than 0 and at most 1, not {ratio!r}")
-
-    def __str__(self) -> str:
-        return f"topk(ratio={float(self.ratio)})"
+        object.__setattr__(self, "ratio", float(ratio))
 
 
 @dataclass(frozen=True)
 class OneBit(FeedbackCompressor):
-    """The signs of elements; in the first `warmup_steps` steps, everything."""
+    """The signs of elements."""
 
-    warmup_steps: int = 100
     block: int = 1024
 
     def __post_init__(self) -> None:
-        _check_whole("onebit", "warmup_steps", self.warmup_steps, 0)
-        _check_block("onebit", self.block)
-
-    def __str__(self) -> str:
-        return f"onebit(warmup_steps={self.warmup_steps}, block={self.block})"
+        super().__post_init__()
+        self._check_block(self.block)
 
 
 AnyCompressor = type[Compressor] | FeedbackCompressor
-
-
-def _check_whole(label: str, name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{label}: {name} must be a whole number from {least} on, not {value!r}")
-
-
-def _check_block(label: str, block: Any) -> None:
-    _check_whole(label, "block", block, 8)
-    if block % 8:
-        raise ValueError(f"{label}: block must be a multiple of 8, not {block}")
 
 
 def label_of(compression: AnyCompressor) -> str:
@@ -150,24 +160,27 @@ class FeedbackCompressions:
         return Int8(block)
 
     @staticmethod
-    def powersgd(rank: int) -> PowerSGD:
+    def powersgd(rank: int, warmup_steps: int = 0) -> PowerSGD:
         """Send a matrix of n x m as one of n x `rank` and one of m x `rank` (Vogels et al. 2019).
 
         A tensor of more dimensions is a matrix of its first one and all others. Those of one
         dimension, and those that this would not make half as large, are sent as they are. The
-        second matrix begins each step with that of the last one (warm start). Raises `ValueError`
-        unless `rank` is a positive whole number.
+        second matrix begins each step with that of the last one (warm start). The first
+        `warmup_steps` steps of the optimizer send gradients as they are. Raises `ValueError`
+        unless `rank` is a positive whole number, and `warmup_steps` one from 0 on.
         """
-        return PowerSGD(rank)
+        return PowerSGD(rank, warmup_steps=warmup_steps)
 
     @staticmethod
-    def topk(ratio: float) -> TopK:
+    def topk(ratio: float, warmup_steps: int = 0) -> TopK:
         """Send the elements of the largest magnitudes with their places, 8 bytes for each.
 
         Of each tensor the share `ratio`, rounded up, whichever they are on each rank; every rank
-        receives those of all others. Raises `ValueError` unless ``0 < ratio <= 1``.
+        receives those of all others. The first `warmup_steps` steps of the optimizer send gradients
+        as they are. Raises `ValueError` unless ``0 < ratio <= 1``, and `warmup_steps` is a whole
+        number from 0 on.
         """
-        return TopK(ratio)
+        return TopK(ratio, warmup_steps=warmup_steps)
 
     @staticmethod
     def onebit(warmup_steps: int = 100, block: int = 1024) -> OneBit:
@@ -179,4 +192,4 @@ class FeedbackCompressions:
         Raises `ValueError` unless `warmup_steps` is a whole number from 0 on, and `block` a
         positive multiple of 8.
         """
-        return OneBit(warmup_steps, block)
+        return OneBit(block, warmup_steps=warmup_steps)
