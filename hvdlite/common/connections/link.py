@@ -16,7 +16,6 @@ import termios
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
@@ -188,11 +187,11 @@ class Link:
                     self._loop.post(sent)
                 return
             self.spoke_at = self._loop.now()
-            for part in parts:
-                data = part if isinstance(part, bytes) else memoryview(part).cast("B")
-                if len(data):
-                    self._outbox.append(data)
-                    self._queued += len(data)
+            views = [p if isinstance(p, bytes) else memoryview(p).cast("B") for p in parts]
+            data = [view for view in views if len(view)]
+            # At once: a signal handler may send a message of its own between any two statements.
+            self._outbox.extend(data)
+            self._queued += sum(map(len, data))
             if sent is not None:
                 self._marks.append((self._queued, sent))
             if not self.gathers and not self._events & WRITE:
@@ -253,7 +252,8 @@ class Link:
         outbox = self._outbox
         if len(outbox) == 1:
             return self._connection.send(outbox[0], socket.MSG_NOSIGNAL)
-        parts = list(islice(outbox, MOST_PARTS))
+        # A signal handler may add messages meanwhile, which an iterator does not survive.
+        parts = [outbox[number] for number in range(min(len(outbox), MOST_PARTS))]
         return self._connection.sendmsg(parts, (), socket.MSG_NOSIGNAL)
 
     def _drop(self, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -272,6 +273,36 @@ def test_several_threads_and_a_signal_handler_send_whole_messages() -> None:
     for number in range(threads):
         mine = [message[2] for message in other.messages if message[1] == number]
         assert mine == list(range(count))
+    one.link.close()
+    other.link.close()
+
+
+def test_a_message_may_be_sent_amid_another_one() -> None:
+    """Signal handlers, and what runs in a garbage collection, come wherever memory is taken."""
+    loop = Loop()
+    one, other = pair(loop, memory=memory)
+    count, often = 300, 1
+
+    def interrupt(phase: str, _: object) -> None:
+        if phase == "start":
+            one.link.send("amid")
+
+    before = gc.get_threshold()
+    gc.callbacks.append(interrupt)
+    gc.set_threshold(often)
+    try:
+        for number in range(count):
+            one.link.gathers = bool(number % 10)
+            one.link.send_head(pack(["x", number]), [bytearray(40_000), bytearray(8)])
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(interrupt)
+    one.link.flush()
+    run_until(loop, lambda: sum(kind == "x" for kind, *_ in other.messages) == count)
+    assert [number for kind, *rest in other.messages for number in rest if kind == "x"] == [
+        *range(count)
+    ]
+    assert len(other.messages) > count
     one.link.close()
     other.link.close()
 
