@@ -89,11 +89,11 @@ constexpr int64_t kRangePatience = 10;     // so many times longer than for memb
 struct ShortSlot {
   uint64_t word;
   uint64_t declined;  // tag and number of the latest round that somebody will not come to
-  uint32_t changes;   // what waiting members sleep on
-  uint32_t reduced;   // ranges of the latest complete round that are reduced
-  int64_t began_ns;   // when the last member of the latest complete round came
-  uint32_t claimed;   // ranges of that round that members have begun to reduce, or more
-  char rest[kLine - 36];
+  uint32_t changes;     // what waiting members sleep on
+  uint32_t reduced;     // ranges of the latest complete round that are reduced
+  int64_t began_ns[2];  // by the parity of a round: when the last member came
+  uint32_t claimed;     // ranges of that round that members have begun to reduce, or more
+  char rest[kLine - 44];
 };
 
 struct ShortBoard {
@@ -137,7 +137,7 @@ class Exchange {
     if (call_.declines < 0) call_.declines = 0;
     if (!all_are_open() || !arrive()) return decline();
     if (!call_.completed && !wait()) return;
-    call_.began_ns = slot_->began_ns;
+    call_.began_ns = __atomic_load_n(&slot_->began_ns[parity_], __ATOMIC_RELAXED);
     call_.parity = int64_t(parity_);
     if (call_.counts == 0) return take();
     int64_t mine = call_.counts > 1 ? call_.index : 0;
@@ -243,10 +243,10 @@ class Exchange {
         written = true;
       }
       parity_ = seen.parity;
+      note_coming();
       bool last = ++next.arrived == uint64_t(call_.members);
       if (last) {
         if (next.staying > 0) return false;
-        __atomic_store_n(&slot_->began_ns, came_ns_, __ATOMIC_RELAXED);
         next.parity ^= 1;
         next.arrived = 0;
         next.staying = call_.members;
@@ -257,6 +257,16 @@ class Exchange {
         wake(slot_, call_.divided ? call_.helpers : INT32_MAX);
       }
       return true;
+    }
+  }
+
+  // Who comes last may arrive before others, which write what they give. Times of earlier rounds
+  // are smaller, and who has yet to read that of the round before finds it at the other parity.
+  void note_coming() const {
+    int64_t* latest = &slot_->began_ns[parity_];
+    int64_t seen = __atomic_load_n(latest, __ATOMIC_RELAXED);
+    while (seen < came_ns_ && !__atomic_compare_exchange_n(latest, &seen, came_ns_, false,
+                                                           __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
   }
 
