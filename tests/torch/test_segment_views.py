@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
+from hvdlite.torch.optimizer import gradient_exchange
 from tests.ranks import run_ranks
 from tests.torch.scaled import Watch, distributed, small
 from tests.torch.segment_models import SIZE, Branches
@@ -83,6 +84,25 @@ def test_gradients_that_live_in_segments(options: dict[str, Any], set_to_none: b
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("as_views", "times"), [(False, 2), (True, 0)])
+def test_gradients_that_stay_keep_no_memory_for_others(
+    as_views: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(gradient_exchange, "keep_freed_memory", told.append)
+    models = [nn.Linear(30, 40) for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, gradient_as_bucket_view=as_views)
+        model(torch.ones(1, 30)).sum().backward()
+        optimizer.step()
+
+    run_ranks(SIZE, main)
+    assert told == [times * 4 * (30 * 40 + 40)] * SIZE
 
 
 def test_gradients_in_segments_are_protected_and_may_be_missing() -> None:

@@ -376,8 +376,9 @@ class GradientExchange:
             cores = len(os.sched_getaffinity(0))
             on_device = any(parameter.device.type != "cpu" for parameter in self._seen)
             if not on_device:
-                gradients = (each.grad for each in self._seen if each.grad is not None)
-                dense = (each for each in gradients if not each.is_sparse)
+                # Views stay: what is freed as gradients move there is not taken again.
+                gradients = () if self._segments.as_views else (each.grad for each in self._seen)
+                dense = (each for each in gradients if each is not None and not each.is_sparse)
                 keep_freed_memory(2 * sum(each.nbytes for each in dense))
             self._enough_bytes = enough_bytes(
                 topology, torch.get_num_threads(), cores, on_device=on_device
