@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -63,7 +64,9 @@ class JobConnection:
         return f"cannot be asked any more: {self.reason}" if self.reason else "has ended"
 
     def _end(self, reason: str) -> None:
-        self.reason = reason
+        # A job that ends removes its socket, and may do so with a question that it has not read:
+        # the connection is reset then.
+        self.reason = reason if os.path.exists(self.path) else ""
         self.ended()
 
     def ask(self, request: Sequence[Any], done: Done) -> None:
