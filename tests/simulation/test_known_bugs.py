@@ -31,9 +31,11 @@ FIRST = {
     "a worker is stopped before it has connected": 35,
     "a slot is used again that had nothing for a worker": 523,
     "what a sync brings is no save": 237,
-    "the restart of the scheduler amid scaling": 571,
-    "the restart of a server amid scaling": 65,
-    "a table is sent before all pushes of its border are here": 65,
+    "the restart of the scheduler amid scaling": 159,
+    "the restart of a server amid scaling": 35,
+    "a table is sent before all pushes of its border are here": 321,
+    "a push that is sent again counts again": 272,
+    "a file is renamed before it is on disk": 18,
 }
 
 

@@ -115,7 +115,7 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
     if calm:
         return program
     more: list[Blow] = []
-    if (program.scales or any(blow.kind == "join" for blow in blows)) and lot.random() < 0.5:
+    if program.scales or any(blow.kind == "join" for blow in blows):
         more += _amid_changes(lot, program)
     if lot.random() < 0.2:
         jump = lot.choice((-3600.0, -1.0, -0.1, 3600.0)) * lot.random()
