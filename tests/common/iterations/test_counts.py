@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -349,7 +350,7 @@ def test_the_last_runs_of_a_tensor() -> None:
 def test_an_interrupt_during_a_garbage_collection_is_not_lost() -> None:
     """It comes while the collection runs, so that the end of that is what runs next."""
     others, gc.callbacks[:] = gc.callbacks[:], []  # Those may be Python code.
-    facts = ProcessFacts()
+    began, facts = time.monotonic(), ProcessFacts()
     much: list[list[int]] = [[] for _ in range(400_000)]
     before = signal.signal(signal.SIGVTALRM, signal.default_int_handler)
     try:
@@ -364,4 +365,4 @@ def test_an_interrupt_during_a_garbage_collection_is_not_lost() -> None:
         facts.close()
         gc.callbacks[:] = others
     assert len(much) == 400_000
-    assert 0.001 < facts.values()["gc_seconds_total"] < 20
+    assert 0.001 < facts.values()["gc_seconds_total"] < time.monotonic() - began

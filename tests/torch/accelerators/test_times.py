@@ -29,7 +29,7 @@ from tests.common.devices.nccl.fake import Fake
 from tests.torch.accelerators.fakes import ON_HOST, Rank, on_fake, wait_for
 
 DELAY = 0.01  # Seconds before each work of a stream.
-EXACT = 0.002  # What a thread may lose between two statements.
+EXACT, ATTEMPTS = 0.002, 50  # What a thread may lose between two statements, seldom more.
 
 
 def test_a_segment_has_the_times_of_the_device(
@@ -98,14 +98,18 @@ def test_nobody_is_asked_for_times_that_nobody_sees(monkeypatch: pytest.MonkeyPa
 def test_contexts_tell_the_times_of_events(kind: str, fake: Fake) -> None:
     context: Any = HostContext() if kind == "host" else CudaContext(CudaRuntime(fake.path), 0)
     stream = context.new_stream()
-    before = time.monotonic()
-    begin = context.record_timed(stream)
-    begin.synchronize()
-    between = time.monotonic()
-    end = context.record_timed(stream)
-    end.synchronize()
-    after = time.monotonic()
-    started, ended = DeviceClock(context).span(begin, end)
-    assert before - EXACT < started < between + EXACT
-    assert between - EXACT < ended < after + EXACT
+    for _ in range(ATTEMPTS):  # A thread may lose its core amid one of them.
+        before = time.monotonic()
+        begin = context.record_timed(stream)
+        begin.synchronize()
+        between = time.monotonic()
+        end = context.record_timed(stream)
+        end.synchronize()
+        after = time.monotonic()
+        started, ended = DeviceClock(context).span(begin, end)
+        limits = (before, started, between), (between, ended, after)
+        if all(low - EXACT < at < high + EXACT for low, at, high in limits):
+            break
+    else:
+        pytest.fail(f"{limits}")
     context.free_stream(stream)
