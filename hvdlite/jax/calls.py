@@ -36,7 +36,7 @@ class Call:
 
     collective: str
     options: CallOptions
-    name: str | None = None  # None: made of its place in the program.
+    name: str | None = None  # None: that of its place in the program.
     names: tuple[str, ...] = ()  # of gradients that are reduced each under its own name
     exchange: BackgroundExchange | None = None  # of gradients that are compressed
 
@@ -68,9 +68,14 @@ class Call:
         name = None if self.name is None else f"{self.name}.{suffix}"
         return replace(self, name=name, names=tuple(f"{each}.{suffix}" for each in self.names))
 
-    def named(self, name: str) -> Call:
-        """Return the same collective under this name, unless it has one for each tensor."""
-        return self if self.names else replace(self, name=name)
+    def placed(self, program: str, number: int) -> Call:
+        """Return the same collective under a name of its place in a program.
+
+        The name is that of the same place in any program, and ranks compare what they have there:
+        those that run different programs learn it, and which ones, instead of waiting.
+        """
+        options = self.options._replace(settings=f"program {program}")
+        return replace(self, name=f"program.{number}", options=options)
 
     def check(self, inputs: Sequence[Kind]) -> None:
         """Raise `ValueError` for what no other rank could make right."""

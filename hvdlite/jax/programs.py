@@ -106,7 +106,7 @@ def run_now(arrays: Sequence[Array], calls: Sequence[Call], counts: Sequence[int
             for place, value in zip(places, inputs, strict=True):
                 place[...] = value
         read = places if call.keeps_shape else inputs
-        started.append(start_now(call, call.name, read, places))
+        started.append(start_now(call, read, places))
         results += places
     for each in started:
         each.wait()
@@ -143,7 +143,7 @@ def _lower(
     tickets = []
     for (call, inputs), operands, avals in groups:
         results = call.results(inputs)
-        number = register(call, _name(ctx.module_context, call), inputs, results)
+        number = register(_placed(ctx.module_context, call), inputs, results)
         sizes = [] if call.keeps_shape else [kind.nbytes for kind in results]
         around = ctx.replace(
             avals_in=[core.abstract_token, *avals], avals_out=[core.abstract_token, _TICKET]
@@ -171,10 +171,10 @@ def _lower_to_python(
     ctx: Any, token: Any, values: Arrays, calls: Sequence[Call], counts: Sequence[int]
 ) -> tuple[Arrays, Any]:
     """Make a program call Python, which runs the collectives and waits for them."""
-    named = tuple(call.named(_name(ctx.module_context, call)) for call in calls)
+    placed = tuple(_placed(ctx.module_context, call) for call in calls)
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(run_now(arrays, named, counts))
+        return tuple(run_now(arrays, placed, counts))
 
     results, token, _ = mlir.emit_python_callback(
         ctx, run, token, list(values), ctx.avals_in, ctx.avals_out, has_side_effect=True,
@@ -183,17 +183,17 @@ def _lower_to_python(
     return results, token
 
 
-def _name(module: Any, call: Call) -> str:
-    """Return the user's name, or one that tells the place in the program that is compiled."""
+def _placed(module: Any, call: Call) -> Call:
+    """Return a call with the user's name, or one that tells the place in what is compiled."""
     if call.name is not None or call.names:
-        return call.name or call.names[0]
+        return call
     counts = next((each for each in module.keepalives if type(each) is _Places), None)
     if counts is None:
         counts = _Places()
         module.add_keepalive(counts)
     counts[call.collective] += 1
     program = module.module.operation.attributes["sym_name"].value
-    return f"{program}.{counts[call.collective]}"
+    return call.placed(program, counts[call.collective])
 
 
 class _Places(Counter[str]):

@@ -65,9 +65,7 @@ class _Results(NumpyAdapter):
         return result if result.shape == shape else super().empty_like(tensor, shape)
 
 
-def start_now(
-    call: Call, name: str | None, inputs: Sequence[Array], results: Sequence[Array]
-) -> Started:
+def start_now(call: Call, inputs: Sequence[Array], results: Sequence[Array]) -> Started:
     """Start a collective that reads `inputs` and writes `results`, which may be the same arrays."""
     runtime, options = for_collective(), call.options
     if call.is_signal:
@@ -83,27 +81,26 @@ def start_now(
         bucket = start_bucket(runtime, ADAPTER, call.names, results, options)
         return Started([bucket.handle], release=bucket.release)
     if call.keeps_shape:
-        entries = start(runtime, ADAPTER, call.collective, name, inputs, options, results)
+        entries = start(runtime, ADAPTER, call.collective, call.name, inputs, options, results)
         return Started([entry.handle for entry in entries])
-    return _start_gather(call, name, inputs, results, runtime)
+    return _start_gather(call, inputs, results, runtime)
 
 
 def _start_gather(
-    call: Call, name: str | None, inputs: Sequence[Array], results: Sequence[Array],
-    runtime: Runtime,
-) -> Started:  # fmt: skip
+    call: Call, inputs: Sequence[Array], results: Sequence[Array], runtime: Runtime
+) -> Started:
     """Start a collective whose results have shapes that the other ranks decide, too."""
     adapter = _Results(inputs, results)
-    entries = start(runtime, adapter, call.collective, name, inputs, call.options)
+    entries = start(runtime, adapter, call.collective, call.name, inputs, call.options)
 
     def check() -> None:
         arrays = Operation(entries).wait_for_tensors()
         for array, result in zip(arrays, results, strict=True):
             if array.shape != result.shape:
                 raise ValueError(
-                    f"{call.collective} '{name}': this program was compiled for a result of the "
-                    f"shape {list(result.shape)}, and it has {list(array.shape)}: inside jax.jit "
-                    "all ranks must give as many rows"
+                    f"{call.collective} '{call.name}': this program was compiled for a result of "
+                    f"the shape {list(result.shape)}, and it has {list(array.shape)}: inside "
+                    "jax.jit all ranks must give as many rows"
                 )
 
     return Started([entry.handle for entry in entries], check)

@@ -15,10 +15,27 @@ import jax.numpy as jnp
 import pytest
 
 import hvdlite.jax as hvd
-from tests.jax.cases import RANKS, Case, Outcomes
+from hvdlite.jax.native.library import library
+from tests.jax.cases import RANKS, Case, Outcomes, values
 from tests.limits import HANG_SECONDS
 
 ROW = jnp.ones(4)
+
+
+def first(x: Any) -> Any:
+    return hvd.allreduce(x)
+
+
+def second(x: Any) -> Any:
+    return hvd.allreduce(2 * x)
+
+
+def two_after_one(x: Any) -> Any:
+    """What fails is the first, and the others are never taken."""
+    failing = hvd.allreduce(x, name="failing")
+    return hvd.allreduce(ROW, name="other") + hvd.allreduce(ROW * failing.sum(), name="third")
+
+
 WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "shape": (
         lambda rank: jax.jit(lambda x: hvd.allreduce(x, name="a"))(jnp.ones(3 + rank % 2)),
@@ -53,6 +70,14 @@ WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
         lambda rank: jax.jit(lambda x: hvd.alltoall(x, [1, 3, 0]))(ROW),
         "ValueError", "a compiled program cannot have splits",
     ),
+    "programs": (
+        lambda rank: jax.jit([first, second][rank % 2])(ROW),
+        "JaxRuntimeError", "rank 0 has program jit_first, rank 1 has program jit_second",
+    ),
+    "in the middle": (
+        lambda rank: jax.jit(two_after_one)(jnp.ones(3 + rank % 2)),
+        "JaxRuntimeError", "ranks disagree on shape",
+    ),
     "uneven": (lambda rank: jax.jit(hvd.alltoall)(ROW), "ValueError", "4 rows cannot be"),
     "forward": (
         lambda rank: jax.jvp(lambda x: hvd.allreduce(x, op=hvd.Max), (ROW,), (ROW,)),
@@ -68,6 +93,7 @@ def cases(folder: Path) -> dict[str, Case]:
         found[name] = call
         # The job goes on, and programs can be run again.
         found[f"after {name}"] = lambda rank: again(ROW * rank)
+    found["open"] = lambda rank: library().open_tickets()
     return found
 
 
@@ -78,6 +104,10 @@ def test_a_mistake(outcomes: Outcomes, name: str) -> None:
         assert outcome[name].error == error, outcome[name].text
         assert re.search(text, outcome[name].text), outcome[name].text
         assert list(outcome[f"after {name}"].value) == [(RANKS - 1) / 2] * 4
+
+
+def test_what_a_program_that_failed_has_started_is_forgotten(outcomes: Outcomes) -> None:
+    assert values(outcomes, "open") == [0] * RANKS
 
 
 SCRIPT = """

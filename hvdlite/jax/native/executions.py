@@ -32,7 +32,6 @@ class Registered:
     """A collective of a program that was compiled: it can be started any number of times."""
 
     call: Call
-    name: str
     inputs: Sequence[Kind]
     results: Sequence[Kind]
     runtime: Callable[[], Runtime] = for_collective
@@ -41,8 +40,8 @@ class Registered:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names under which tensors are reduced; see `BucketCall`."""
-        return self.call.names or (self.name,)
+        """See `BucketCall`."""
+        return self.call.names or (self.call.name or "",)
 
     @property
     def options(self) -> CallOptions:
@@ -59,7 +58,7 @@ class Registered:
         """A number that no other collective has: the same wherever the same program is compiled."""
         options = self.options
         about = (
-            self.call.collective, self.name, self.call.names, self.inputs, self.results,
+            self.call.collective, self.call.name, self.call.names, self.inputs, self.results,
             options.process_set.process_set_id, options._replace(process_set=None),  # type: ignore[arg-type]
             None if self.call.exchange is None else id(self.call.exchange),
         )  # fmt: skip
@@ -82,7 +81,7 @@ class Registered:
                 array_at(address, kind.shape, kind.dtype, READ_AND_WRITE)
                 for address, kind in places
             ]
-        return start_now(self.call, self.name, inputs, results)
+        return start_now(self.call, inputs, results)
 
     def _start_bucket(self, addresses: Sequence[int]) -> Started:
         if self._bucket is None:
@@ -95,9 +94,9 @@ class Registered:
 _registered: dict[int, Registered] = {}
 
 
-def register(call: Call, name: str, inputs: Sequence[Kind], results: Sequence[Kind]) -> int:
+def register(call: Call, inputs: Sequence[Kind], results: Sequence[Kind]) -> int:
     """Return the number by which a compiled program names this collective."""
-    registered = Registered(call, name, inputs, results)
+    registered = Registered(call, inputs, results)
     number = registered.number
     earlier = _registered.get(number)
     # A process set may have the number of one that was removed.
@@ -113,6 +112,12 @@ class _Execution(NamedTuple):
     addresses: Sequence[int]
     pointer: int
 
+    @property
+    def keys(self) -> list[tuple[Any, str]]:
+        """What nothing else in flight may have: its names, in its process set."""
+        number = self.registered.options.process_set.process_set_id
+        return [(number, name) for name in self.registered.names]
+
 
 class _Executions:
     """What the programs of this process have started, and the thread that starts it in the engine.
@@ -124,7 +129,7 @@ class _Executions:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._lock = threading.Lock()  # guards what is below
-        self._names: set[str] = set()  # of what is in flight
+        self._names: set[tuple[Any, str]] = set()  # of what is in flight
         self._waiting: list[_Execution] = []
 
     def serve(self) -> None:
@@ -153,7 +158,7 @@ class _Executions:
         """Return what need not wait any more; the caller holds the lock, and starts it."""
         free, waiting, earlier = [], [], set(self._names)
         for execution in self._waiting:
-            names = execution.registered.names
+            names = execution.keys
             if earlier.isdisjoint(names):
                 free.append(execution)
                 self._names.update(names)
@@ -182,7 +187,7 @@ class _Executions:
         text = None if error is None else f"{type(error).__name__}: {error}".encode()
         self._library.end(execution.pointer, text)
         with self._lock:
-            self._names.difference_update(execution.registered.names)
+            self._names.difference_update(execution.keys)
             free = self._free()
         for following in free:
             # In a thread of its own, for this one may be the engine's.

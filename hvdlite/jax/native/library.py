@@ -30,6 +30,7 @@ class Library:
         integers = ctypes.POINTER(ctypes.c_int64)
         self._next = _function(waiting.hvdlite_next, integers, integers)
         self.serve = _function(quick.hvdlite_serve, None)
+        self.open_tickets = _function(quick.hvdlite_open, ctypes.c_int64)
         self.end = _function(waiting.hvdlite_end, None, ctypes.c_void_p, ctypes.c_char_p)
         for name in (START, TAKE):
             target = jax.ffi.pycapsule(getattr(waiting, name))

@@ -12,10 +12,12 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -32,6 +34,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr size_t kAlignment = 64;
+constexpr size_t kFailedRuns = 64;
 
 // Memory that a later collective of the same size takes over: new memory costs a fault for each page.
 struct Block {
@@ -48,6 +51,7 @@ struct Gathering;
 // One collective on its way, known to the program by the number in its ticket.
 struct Collective {
   int64_t call = 0;
+  int64_t run = 0;  // of the program that has started it
   Block block;
   std::vector<Place> places;   // of the inputs that are not results too, then of the results
   size_t first_result = 0;
@@ -76,6 +80,7 @@ struct Queue {
   std::vector<CollectivePointer> waiting;
   std::unordered_map<uint32_t, CollectivePointer> open;  // by their tickets, until they are taken
   uint32_t last_ticket = 0;
+  std::deque<int64_t> failed;  // runs that have failed lately: nobody takes what they start
   std::unordered_map<size_t, std::vector<char*>> unused;  // blocks by their size
   pid_t served_in = -1;  // the process that has the thread of Python's; a forked child has none
 };
@@ -109,10 +114,11 @@ using Ticket = ffi::BufferR0<ffi::U32>;
 
 // Operands: a token, and the inputs. Results: a token, and a ticket. `sizes` are those of the results
 // in bytes; there are none where each result takes the place of its input.
-ffi::Error start(ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t call,
-                 ffi::Span<const int64_t> sizes) {
+ffi::Error start(ffi::RunId run, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                 int64_t call, ffi::Span<const int64_t> sizes) {
   auto collective = std::make_shared<Collective>();
   collective->call = call;
+  collective->run = run.run_id;
   size_t end = 0;
   auto add = [&](size_t size) {
     collective->places.push_back({end, size});
@@ -148,6 +154,10 @@ ffi::Error start(ffi::RemainingArgs operands, ffi::RemainingRets results, int64_
                         "this process was forked from a rank and is no rank itself: run collectives "
                         "in the parent, or start it with spawn");
     }
+    auto& failed = queue().failed;
+    if (std::find(failed.begin(), failed.end(), run.run_id) != failed.end()) {
+      return ffi::Error(ffi::ErrorCode::kUnknown, "an earlier collective of this run has failed");
+    }
     const uint32_t number = ++queue().last_ticket;
     *(*ticket)->typed_data() = number;
     queue().open[number] = collective;
@@ -156,6 +166,23 @@ ffi::Error start(ffi::RemainingArgs operands, ffi::RemainingRets results, int64_
   }
   if (first) queue().arrived.notify_one();
   return ffi::Error::Success();
+}
+
+// A run has failed: what it has started is never taken, so it is kept no longer.
+void forget(int64_t run) {
+  std::vector<CollectivePointer> forgotten;  // They give back their memory without the mutex.
+  std::lock_guard<std::mutex> lock(queue().mutex);
+  auto& open = queue().open;
+  for (auto each = open.begin(); each != open.end();) {
+    if (each->second->run == run) {
+      forgotten.push_back(std::move(each->second));
+      each = open.erase(each);
+    } else {
+      ++each;
+    }
+  }
+  queue().failed.push_back(run);
+  if (queue().failed.size() > kFailedRuns) queue().failed.pop_front();
 }
 
 // Copies the results of collectives that have all ended, and lets the program go on. Without the
@@ -172,10 +199,12 @@ void finish(Gathering* gathering) {
       }
     }
   }
+  const int64_t run = gathering->collectives.empty() ? 0 : gathering->collectives.front()->run;
   gathering->collectives.clear();
   if (failure.empty()) {
     gathering->promise.SetAvailable();
   } else {
+    forget(run);
     gathering->promise.SetError(ffi::Error(ffi::ErrorCode::kUnknown, failure));
   }
 }
@@ -222,6 +251,7 @@ ffi::Future take(ffi::RemainingArgs operands, ffi::RemainingRets results) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hvdlite_start, hvdlite::start,
                               xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::RunId>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int64_t>("call")
@@ -263,6 +293,12 @@ const int64_t* hvdlite_next(int64_t* length) {
   taken->clear();
   *length = static_cast<int64_t>(record->size());
   return record->data();
+}
+
+// How many collectives have been started and not taken.
+int64_t hvdlite_open() {
+  std::lock_guard<std::mutex> lock(queue().mutex);
+  return static_cast<int64_t>(queue().open.size());
 }
 
 // The collective has ended: with all results written, or for the reason that `failure` tells. The
