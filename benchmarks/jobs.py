@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ V = TypeVar("V")
 
 JOB_SECONDS = 300  # limit of one job
 END_SECONDS = 30  # within which a job ends all its ranks
+MEETING_SECONDS = 60
 LEFT_OUT = "left_out"  # instead of ``seconds`` in the record of what a library lacks: why
 Record = dict[str, Any]
 
@@ -87,6 +89,23 @@ def run_command(
             raise
     if code:
         raise subprocess.CalledProcessError(code, command)
+
+
+def addresses(meeting: Path, rank: int, size: int) -> list[str]:
+    """Return an address for each rank; every rank has chosen its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        own = f"127.0.0.1:{free.getsockname()[1]}"
+    files = [meeting.with_suffix(f".address{number}") for number in range(size)]
+    written = files[rank].with_suffix(".part")
+    written.write_text(own)
+    written.rename(files[rank])
+    end = time.monotonic() + MEETING_SECONDS
+    while not all(file.exists() for file in files):
+        if time.monotonic() > end:
+            raise TimeoutError("not all ranks have written their address")
+        time.sleep(0.01)
+    return [file.read_text() for file in files]
 
 
 def in_turns(ways: Mapping[K, Callable[[], V]], rounds: int) -> dict[K, list[V]]:

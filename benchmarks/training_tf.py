@@ -22,16 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from jobs import Record, add_job_options, finish, run_jobs
+from jobs import Record, add_job_options, addresses, finish, run_jobs
 from measuring import HVDLITE_RANKS, Ranks, Way, interleave, launched_rank, make_parser, parse
 from training_table import print_training
 
@@ -39,7 +37,6 @@ FLOOR, MWMS, TAPE = "floor", "MWMS", "hvdlite tape"
 KERAS = "hvdlite Keras"
 ENTRIES = [FLOOR, MWMS, TAPE, KERAS]
 WARM_STEPS = 3
-MEETING_SECONDS = 60
 Task = tuple[Any, Any, Any]  # a network that gives logits, and the inputs and labels of a batch
 
 
@@ -138,23 +135,6 @@ class StrategyRanks:
 
         found = self._gathered(tf.constant(values, tf.float64)).numpy().max(0)
         return [float(each) for each in found]
-
-
-def addresses(meeting: Path, rank: int, size: int) -> list[str]:
-    """Return an address for each rank; every rank has chosen its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        own = f"127.0.0.1:{free.getsockname()[1]}"
-    files = [meeting.with_suffix(f".address{number}") for number in range(size)]
-    written = files[rank].with_suffix(".part")
-    written.write_text(own)
-    written.rename(files[rank])
-    end = time.monotonic() + MEETING_SECONDS
-    while not all(file.exists() for file in files):
-        if time.monotonic() > end:
-            raise TimeoutError("not all ranks have written their address")
-        time.sleep(0.01)
-    return [file.read_text() for file in files]
 
 
 def one_thread(tf: Any) -> None:

@@ -106,7 +106,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 COMPILED = {name: make for name, (make, _) in OPTIMIZERS.items()}
-NOW = {name: COMPILED[name] for name in ("adam", "mean of passes")}
+NOW = {name: COMPILED[name] for name in ("adam",)}
 
 
 def made(optimizers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
