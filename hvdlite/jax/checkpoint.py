@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from hvdlite.checkpoint import compression
 from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Tensors
 from hvdlite.common.layouts.layout import Layout
-from hvdlite.jax.trees import from_host, is_key, to_host
+from hvdlite.jax.trees import from_host, is_key, remembers, to_host
 
 
 class JaxTensors(Tensors):
@@ -32,7 +33,12 @@ class JaxTensors(Tensors):
         return np.asarray(to_host(tensor))
 
     def owner(self, thing: Any, context: Context) -> Owner | None:
-        """Return the parts of a node of a pytree, such as a state of optax or flax."""
+        """Return the parts of a node of a pytree, such as a state of optax or flax.
+
+        Of a distributed optimizer, that is what its compression has not sent.
+        """
+        if remembers(thing):
+            return _compression(thing, context)
         children, structure = jax.tree_util.tree_flatten_with_path(
             thing, is_leaf=lambda each: each is not thing
         )
@@ -50,6 +56,18 @@ class JaxTensors(Tensors):
             if isinstance(tensor, jax.Array)
             else super().store(tensor, values)
         )
+
+
+def _compression(optimizer: Any, context: Context) -> Owner:
+    entries, layouts = compression.described(
+        optimizer.compression_state(), context.manifest, context.prefix
+    )
+
+    def install(loaded: dict[Any, Any]) -> None:
+        if entries:
+            optimizer.load_compression_state(compression.restored(loaded[compression.KEY]))
+
+    return Owner(optimizer, dict(entries), install, layouts=layouts)
 
 
 def _key(path: Any) -> Any:

@@ -28,7 +28,7 @@ from hvdlite.common.elastic.state import ObjectState
 from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import rank
-from hvdlite.jax.trees import Array, from_host, is_array, named_arrays, to_host
+from hvdlite.jax.trees import Array, from_host, is_array, named_arrays, remembers, to_host
 
 R = TypeVar("R")
 
@@ -55,13 +55,20 @@ def is_loss_in_jax(error: Exception) -> bool:
 
 
 class _Saved:
-    """The leaves of some attributes: copies of arrays on the host, and of all others."""
+    """The leaves of some attributes: copies of arrays on the host, and of all others.
+
+    An optimizer is a leaf that stays as it is, but for what its compression has not sent.
+    """
 
     def __init__(self, values: Mapping[str, Any], kept: list[Array]) -> None:
-        self.leaves, self.structure = jax.tree_util.tree_flatten(dict(values))
+        self.leaves, self.structure = jax.tree_util.tree_flatten(dict(values), is_leaf=remembers)
         self.arrays: list[Array] = []
         self.objects: list[Any] = []
+        self.unsent: list[Any] = []
         for leaf in self.leaves:
+            if remembers(leaf):
+                self.unsent.append(leaf.compression_state())
+                continue
             if not is_array(leaf):
                 self.objects.append(leaf)
                 continue
@@ -82,11 +89,12 @@ class JaxState(ObjectState):
     """The state of training with JAX: each keyword becomes an attribute that is tracked.
 
     Values are pytrees: parameters, states of optax, states of flax, keys of random numbers, numbers
-    and other objects. Arrays are copied to memory of the host in each save, so that a program may
-    get them to overwrite (``donate_argnums``), and come back as new ones. Other leaves are copied
-    as in `ObjectState`. Programs are compiled anew in another world, as they contain the rank and
-    the number of ranks. Raises as `ObjectState` does, and `ValueError` in a sync where ranks have
-    other arrays.
+    and other objects. Of a `DistributedOptimizer`, what its compression has not sent is saved, and
+    each rank keeps its own. Arrays are copied to memory of the host in each save, so that a program
+    may get them to overwrite (``donate_argnums``), and come back as new ones. Other leaves are
+    copied as in `ObjectState`. Programs are compiled anew in another world, as they contain the
+    rank and the number of ranks. Raises as `ObjectState` does, and `ValueError` in a sync where
+    ranks have other arrays.
     """
 
     _saved: _Saved
@@ -106,12 +114,17 @@ class JaxState(ObjectState):
 
     def restore(self) -> None:
         """Set all attributes to copies of what was saved last."""
-        arrays, objects = iter(self._saved.arrays), iter(copy.deepcopy(self._saved.objects))
-        leaves = [
-            from_host(next(arrays), leaf) if is_array(leaf) else next(objects)
-            for leaf in self._saved.leaves
-        ]
-        self._set_attributes(jax.tree_util.tree_unflatten(self._saved.structure, leaves))
+        saved = self._saved
+        arrays, objects = iter(saved.arrays), iter(copy.deepcopy(saved.objects))
+        unsent = iter(saved.unsent)
+        leaves = []
+        for leaf in saved.leaves:
+            if remembers(leaf):
+                leaf.load_compression_state(next(unsent))
+                leaves.append(leaf)
+            else:
+                leaves.append(from_host(next(arrays), leaf) if is_array(leaf) else next(objects))
+        self._set_attributes(jax.tree_util.tree_unflatten(saved.structure, leaves))
 
     def sync(self) -> None:
         """Give all ranks what rank 0 saved last: as their attributes, and as their last save."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -18,6 +18,36 @@ from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.jax.compression import Compression
 from hvdlite.jax.gradients import Reducer
+
+
+class Transformation(optax.GradientTransformationExtraArgs):
+    """A transformation that reduces gradients, with what their compression has not sent."""
+
+    _reducer: Reducer
+
+    @classmethod
+    def of(cls, inner: Any, reducer: Reducer) -> Transformation:
+        """Return the transformation `inner`, whose gradients `reducer` reduces."""
+        made = cls(inner.init, inner.update)
+        made._reducer = reducer
+        return made
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what compression remembers, when all programs have ended that were started.
+
+        It has numpy arrays, and is empty where the compression remembers nothing.
+        """
+        jax.effects_barrier()
+        return self._reducer.compression_state()
+
+    def load_compression_state(self, saved: Mapping[str, Any]) -> None:
+        """Take what `compression_state` has returned on this rank of as many, or elsewhere.
+
+        From another rank, or of another number of ranks, only what all ranks share is taken. A
+        state of another compressor is ignored with a warning.
+        """
+        jax.effects_barrier()
+        self._reducer.load_compression_state(saved)
 
 
 @explain_arguments
@@ -66,13 +96,15 @@ def DistributedOptimizer(  # noqa: N802
         )
         return stepped
 
-    distributed = optax.GradientTransformationExtraArgs(inner.init, update)
+    distributed = Transformation.of(
+        optax.GradientTransformationExtraArgs(inner.init, update), reducer
+    )
     if backward_passes_per_step == 1:
         return distributed
     passes = optax.MultiSteps(
         distributed, backward_passes_per_step, use_grad_mean=average_aggregated_gradients
     )
-    return optax.GradientTransformationExtraArgs(passes.init, passes.update)
+    return Transformation.of(passes, reducer)
 
 
 @explain_arguments

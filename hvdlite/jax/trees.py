@@ -19,6 +19,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.generic))
 
 
+def remembers(node: Any) -> bool:
+    """Return whether a node of a pytree is an optimizer with a state of its compression."""
+    return hasattr(node, "compression_state")
+
+
 def is_key(leaf: Any) -> bool:
     """Return whether a leaf is a key of random numbers that knows its kind: `jax.random.key`."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -120,6 +120,22 @@ def compressed(rank: int) -> Any:
     return params, hvd.broadcast_parameters(params)
 
 
+def unsent_comes_back(folder: Path) -> Any:
+    """What is left after a step that was saved, three times: then, by elastic state, by files."""
+    optimizer = hvd.DistributedOptimizer(SGD(), compression=hvd.Compression.topk(0.1))
+    train_one(optimizer, of(hvd.rank()))
+    left = optimizer.compression_state()["residuals"]
+    state = hvd.elastic.JaxState(optimizer=optimizer, step=0)
+    hvd.checkpoint.save(folder, {"optimizer": optimizer})
+    train_one(optimizer, of(hvd.rank()))
+    changed = optimizer.compression_state()["residuals"]
+    state.restore()
+    restored = optimizer.compression_state()["residuals"]
+    another = hvd.DistributedOptimizer(SGD(), compression=hvd.Compression.topk(0.1))
+    hvd.checkpoint.load(folder, {"optimizer": another})
+    return left, changed, restored, another.compression_state()["residuals"]
+
+
 def on_a_process_set(rank: int) -> Any:
     members = hvd.add_process_set([0, 2])
     if rank == 1:
@@ -164,6 +180,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "trained now": lambda rank: train(made(NOW), of(rank), jax.value_and_grad, False),
         "gradients": lambda rank: train_one(ADAM(), of(rank), hvd.value_and_grad),
         "compressed": compressed,
+        "unsent": lambda rank: unsent_comes_back(folder / "unsent"),
         "set": on_a_process_set,
         "adasum": adasum,
         "start": started_alike,
@@ -195,6 +212,16 @@ def test_compression_keeps_ranks_equal_and_is_no_plain_sum(outcomes: Outcomes, a
     for own, first in values(outcomes, "compressed"):
         same(own, first, 0)
         assert not np.allclose(own["last"], alone["sum"]["last"], atol=1e-6)
+
+
+def test_what_was_not_sent_is_saved(outcomes: Outcomes) -> None:
+    found = values(outcomes, "unsent")
+    for left, changed, restored, loaded in found:
+        same(restored, left, 0)
+        same(loaded, left, 0)
+        (name,) = (each for each in left if each.endswith("['last']"))
+        assert np.any(left[name]) and not np.allclose(left[name], changed[name])
+    assert not np.allclose(found[0][0][name], found[1][0][name]), "each rank has its own"
 
 
 def test_adasum_is_the_same_compiled_and_not(outcomes: Outcomes) -> None:
