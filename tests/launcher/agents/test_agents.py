@@ -260,7 +260,7 @@ def test_who_waits_in_init_is_told_of_a_rank_that_has_failed(ssh: dict[str, str]
     script = "if rank == 2: sys.exit(3)\nimport hvdlite.numpy as hvd\nhvd.init()"
     begin = time.monotonic()
     done = launch(*HOSTS, *python(script), **ssh)
-    assert (done.returncode, time.monotonic() - begin < 20) == (3, True)
+    assert (done.returncode, time.monotonic() - begin < patient(20)) == (3, True)
     assert "rank 2 failed with exit code 3" in done.stderr.splitlines()[-1]
     for rank in (0, 1):
         assert f"[{rank}]<stderr>:HorovodInternalError: rank 2 failed" in done.stderr
@@ -281,7 +281,7 @@ except hvd.HorovodInternalError as error: print('says', error.rank, error)
 """
     begin = time.monotonic()
     done = launch(*words, *python(script), HVDLITE_START_TIMEOUT="300", **ssh)
-    assert (done.returncode, time.monotonic() - begin < 30) == (0, True), done.stderr
+    assert (done.returncode, time.monotonic() - begin < patient(30)) == (0, True), done.stderr
     sentence = "says 2 rank 2 ended with exit code 0 without calling init()"
     assert done.stdout.count(sentence) == 2, done.stdout
 
