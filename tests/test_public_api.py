@@ -43,7 +43,7 @@ SHARDING_FILES = {
 }
 PS_FILES = {
     f"hvdlite.{name}.ps": HERE / "ps" / f"public_api_{name}.txt"
-    for name in ("numpy", "tf", "keras")
+    for name in ("numpy", "tf", "jax", "keras")
 }
 
 
@@ -120,8 +120,8 @@ def test_elastic_training(name: str) -> None:
 @pytest.mark.tf
 @pytest.mark.parametrize("name", PS_FILES)
 def test_parameter_servers(name: str) -> None:
-    frameworks = {"tf": "tensorflow", "keras": "keras", "numpy": "numpy"}
-    pytest.importorskip(frameworks[name.split(".")[1]])
+    framework = name.split(".")[1]
+    pytest.importorskip({"tf": "tensorflow"}.get(framework, framework))
     pytest.importorskip("safetensors")
     assert signatures(importlib.import_module(name)) == golden(PS_FILES[name])
 

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+jax = pytest.importorskip("jax")
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 torch = pytest.importorskip("torch")
 
+import hvdlite.jax.ps  # noqa: E402
 import hvdlite.keras.ps  # noqa: E402
 import hvdlite.numpy.ps  # noqa: E402
 import hvdlite.tf.ps  # noqa: E402
@@ -25,6 +27,7 @@ FRAMEWORKS = {
     "numpy": (hvdlite.numpy.ps, np.asarray, np.ndarray),
     "torch": (hvdlite.torch.ps, torch.from_numpy, torch.Tensor),
     "tf": (hvdlite.tf.ps, tf.convert_to_tensor, tf.Tensor),
+    "jax": (hvdlite.jax.ps, jax.numpy.asarray, jax.Array),
     "keras": (
         hvdlite.keras.ps, keras.ops.convert_to_tensor,
         type(keras.ops.convert_to_tensor(np.zeros(1))),
