@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
     raise with_remedy(error, error.name or "jax", "pip install 'hvdlite[jax]'") from None
 
 from hvdlite.common.iterations.live import metrics, progress
+from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.public_names import *  # noqa: F403
 from hvdlite.jax import checkpoint, elastic, mpi_ops
 from hvdlite.jax.compression import Compression
@@ -44,6 +45,7 @@ __all__ = [
     "grad",
     "metrics",
     "progress",
+    "trace_iterations",
     "value_and_grad",
 ]
 __all__ += mpi_ops.__all__

@@ -136,6 +136,35 @@ def unsent_comes_back(folder: Path) -> Any:
     return left, changed, restored, another.compression_state()["residuals"]
 
 
+def traced(rank: int) -> Any:
+    """Three steps: the bytes that each has reduced, and whether its reductions are within it."""
+    optimizer = hvd.DistributedOptimizer(SGD())
+    params, state = PARAMS, optimizer.init(PARAMS)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        found = jax.grad(loss)(params, INPUTS, TARGETS)
+        updates, state = optimizer.update(found, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with hvd.trace_iterations() as trace:
+        for _ in range(3):
+            with trace.iteration():
+                params, state = jax.block_until_ready(step(params, state))
+        return [
+            (
+                sum(each.bytes for each in row.segments),
+                all(row.fp_start < each.end < row.iteration_end for each in row.segments),
+            )
+            for row in trace.rows()
+        ]
+
+
+def sliced(rank: int) -> Any:
+    batch = jnp.arange(6.0).reshape(6, 1)
+    return hvd.data.slice_batch({"x": batch})["x"]
+
+
 def on_a_process_set(rank: int) -> Any:
     members = hvd.add_process_set([0, 2])
     if rank == 1:
@@ -181,6 +210,8 @@ def cases(folder: Path) -> dict[str, Case]:
         "gradients": lambda rank: train_one(ADAM(), of(rank), hvd.value_and_grad),
         "compressed": compressed,
         "unsent": lambda rank: unsent_comes_back(folder / "unsent"),
+        "traced": traced,
+        "sliced": sliced,
         "set": on_a_process_set,
         "adasum": adasum,
         "start": started_alike,
@@ -222,6 +253,17 @@ def test_what_was_not_sent_is_saved(outcomes: Outcomes) -> None:
         (name,) = (each for each in left if each.endswith("['last']"))
         assert np.any(left[name]) and not np.allclose(left[name], changed[name])
     assert not np.allclose(found[0][0][name], found[1][0][name]), "each rank has its own"
+
+
+def test_steps_are_traced(outcomes: Outcomes) -> None:
+    nbytes = sum(each.nbytes for each in jax.tree_util.tree_leaves(PARAMS))
+    for found in values(outcomes, "traced"):
+        assert [(int(size), bool(within)) for size, within in found] == [(nbytes, True)] * 3
+
+
+def test_a_batch_is_cut(outcomes: Outcomes) -> None:
+    for rank, found in enumerate(values(outcomes, "sliced")):
+        np.testing.assert_array_equal(found, [[2 * rank], [2 * rank + 1]])
 
 
 def test_adasum_is_the_same_compiled_and_not(outcomes: Outcomes) -> None:
