@@ -114,6 +114,29 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path) -> None:
     assert all(torch.equal(fresh[name], value) for name, value in state.items())
 
 
+class Wrapped:
+    """An object around a model whose methods return what those of the model do."""
+
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def state_dict(self) -> Any:
+        return self.net.state_dict()
+
+    def load_state_dict(self, state: Any) -> Any:
+        return self.net.load_state_dict(state)
+
+
+def test_an_object_stays_whatever_its_load_state_dict_returns(tmp_path: Path) -> None:
+    hvd.checkpoint.save(tmp_path / "it", {"model": Wrapped(model(0))})
+    state = {"model": Wrapped(model(1))}
+    loaded = hvd.checkpoint.load(tmp_path / "it", state)
+    assert loaded["model"] is state["model"]
+    assert isinstance(loaded["model"], Wrapped)
+    for ours, theirs in zip(loaded["model"].net.parameters(), model(0).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     net = model(0)
     optimizer = torch.optim.Adam(net.parameters())
