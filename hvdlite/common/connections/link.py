@@ -189,9 +189,11 @@ class Link:
             self.spoke_at = self._loop.now()
             views = [p if isinstance(p, bytes) else memoryview(p).cast("B") for p in parts]
             data = [view for view in views if len(view)]
-            # At once: a signal handler may send a message of its own between any two statements.
+            size = sum(map(len, data))
+            # A signal handler may send a message of its own between any two statements: all parts
+            # are queued at once, and counted before, so that no mark comes too early.
+            self._queued += size
             self._outbox.extend(data)
-            self._queued += sum(map(len, data))
             if sent is not None:
                 self._marks.append((self._queued, sent))
             if not self.gathers and not self._events & WRITE:

@@ -303,6 +303,7 @@ def test_a_message_may_be_sent_amid_another_one() -> None:
         *range(count)
     ]
     assert len(other.messages) > count
+    assert one.link.queued_bytes == 0
     one.link.close()
     other.link.close()
 
