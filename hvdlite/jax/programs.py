@@ -200,6 +200,15 @@ class _Places(Counter[str]):
     """How many collectives of each kind without a name a program has."""
 
 
+def _refuse(ctx: Any, *values: Any, calls: Sequence[Call], **params: Any) -> Arrays:
+    (platform, *_) = ctx.module_context.platforms
+    raise NotImplementedError(
+        f"{calls[0].collective}: programs for {platform} cannot have collectives: call it outside "
+        "of jax.jit, or compile the program for CPUs"
+    )
+
+
+mlir.register_lowering(exchange_p, _refuse)
 mlir.register_lowering(exchange_p, _lower, platform="cpu", cacheable=False)
 
 

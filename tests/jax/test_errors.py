@@ -70,6 +70,10 @@ WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
         lambda rank: jax.jit(lambda x: hvd.alltoall(x, [1, 3, 0]))(ROW),
         "ValueError", "a compiled program cannot have splits",
     ),
+    "gpu": (
+        lambda rank: jax.jit(hvd.allreduce).trace(ROW).lower(lowering_platforms=("cuda",)),
+        "NotImplementedError", "allreduce: programs for cuda cannot have collectives",
+    ),
     "programs": (
         lambda rank: jax.jit([first, second][rank % 2])(ROW),
         "JaxRuntimeError", "rank 0 has program jit_first, rank 1 has program jit_second",
