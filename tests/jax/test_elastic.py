@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +15,42 @@ import optax
 import pytest
 
 import hvdlite.jax as hvd
+from tests.limits import HANG_SECONDS
+
+SCRIPT = """
+import json, os, signal, sys
+from functools import partial
+from pathlib import Path
+import jax, jax.numpy as jnp, optax
+import hvdlite.jax as hvd
+
+hvd.init()
+optimizer = hvd.DistributedOptimizer(optax.sgd(0.1))
+killed = Path("killed")
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def step(params, state, inputs):
+    found = jax.grad(lambda params: (inputs @ params).sum())(params)
+    updates, state = optimizer.update(found, state, params)
+    return optax.apply_updates(params, updates), state
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 6:
+        if state.step == 3 and hvd.rank() == 1 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        inputs = jnp.full((1, 4), float(hvd.rank()))
+        state.params, state.opt = step(state.params, state.opt, inputs)
+        jax.block_until_ready(state.params)
+        state.step += 1
+        state.commit()
+
+params = jnp.zeros(4)
+state = hvd.elastic.JaxState(params=params, opt=optimizer.init(params), step=0)
+train(state)
+Path(f"rank{hvd.rank()}").write_text(json.dumps([hvd.size(), state.params.tolist()]))
+"""
 
 
 @pytest.fixture
@@ -48,3 +90,18 @@ def test_what_a_state_refuses() -> None:
         import threading
 
         hvd.elastic.JaxState(gate=threading.Lock())
+
+
+@pytest.mark.soak  # Three processes start, and compile their programs twice.
+def test_programs_go_on_without_a_rank_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "hvdlite.launcher", "-np", "3", "--min-np", "2"]
+    done = subprocess.run(
+        [*launcher, sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=HANG_SECONDS, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        size, params = json.loads((tmp_path / f"rank{rank}").read_text())
+        # Three steps whose mean over the ranks is 1, and three whose mean is 0.5.
+        assert size == 2 and params == pytest.approx([-0.1 * (3 * 1 + 3 * 0.5)] * 4)

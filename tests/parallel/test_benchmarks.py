@@ -122,6 +122,16 @@ def test_training_of_tensorflow(tmp_path: Path) -> None:
     assert "hvdlite tape / MWMS" in output
 
 
+@pytest.mark.soak  # JAX compiles in four processes
+def test_training_of_jax(tmp_path: Path) -> None:
+    pytest.importorskip("optax", reason="the extra 'jax' is not installed")
+    entries = ["jax.distributed", "hvdlite"]
+    words = ("--networks", "gpt", "--entries", *entries, "--rounds", "1")
+    output, records = run(tmp_path / "t.json", "training_jax.py", *words)
+    assert [each["entry"] for each in records] == entries, output
+    assert "hvdlite / jax.distributed" in output
+
+
 def test_goals_are_compared_round_by_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
