@@ -1,17 +1,16 @@
 """Collectives as an operation of JAX, which can be traced, compiled, differentiated and batched.
 
 One operation runs several collectives, of which each starts as soon as its inputs are computed.
-Programs and operations outside of them run their collectives in the order of the script: JAX hands
-a token from each to the next one, also from program to program.
-
-What is not public in JAX is used here only: effects, and how an operation gets its tokens.
+The programs of a thread run their collectives in the order of the script: JAX hands a token from
+each to the next one, also from program to program (order.py). What is called outside of programs
+does not wait for them, and they do not wait for it; join, barrier and shutdown do.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -26,28 +25,12 @@ from hvdlite.common.plain.numpy_adapter import Array, aligned_empty
 from hvdlite.jax.calls import Call, Kind
 from hvdlite.jax.native.executions import register, serve
 from hvdlite.jax.native.library import START, TAKE, Library, library
+from hvdlite.jax.order import EFFECT, end_before_exit
 from hvdlite.jax.starting import start_now
 
 Arrays = Sequence[Any]
 Back = Callable[[list[Any]], list[Any]]  # From the gradients of results to those of inputs.
 
-
-class CollectiveEffect(effects.Effect):
-    """Other ranks see it: it is never removed, doubled, or moved before another one."""
-
-    def __str__(self) -> str:
-        return "Collective"
-
-
-EFFECT = CollectiveEffect()
-for _allowed in (
-    effects.lowerable_effects,
-    effects.ordered_effects,
-    effects.control_flow_allowed_effects,
-    effects.custom_derivatives_allowed_effects,
-    effects.remat_allowed_effects,
-):
-    _allowed.add_type(CollectiveEffect)
 
 exchange_p: Any = Primitive("hvdlite")
 exchange_p.multiple_results = True
@@ -132,6 +115,7 @@ _TICKET = core.ShapedArray((), np.dtype(np.uint32))
 def _lower(
     ctx: Any, *values: Any, calls: Sequence[Call], counts: Sequence[int], back: Back | None
 ) -> Arrays:
+    end_before_exit()
     token = ctx.tokens_in.get(EFFECT)
     if _served_library() is None:
         results, token = _lower_to_python(ctx, token, values, calls, counts)

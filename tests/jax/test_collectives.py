@@ -227,6 +227,30 @@ def dtypes(rank: int) -> Any:
     return {name: each.astype(np.complex64) for name, each in reduced.items()}
 
 
+def late(x: Any) -> Any:
+    """A sum over ranks, after so much work that JAX goes on with the script before."""
+    square = jnp.full((512, 512), x[0, 0])
+    for _ in range(8):
+        square = square @ square * 0
+    return hvd.allreduce(x + square[0, 0], op=hvd.Sum, name="late")
+
+
+def soon(x: Any) -> Any:
+    return hvd.allreduce(x, op=hvd.Sum, name="late")
+
+
+def join_after(rank: int) -> Any:
+    result = jax.jit(late if rank == 0 else soon)(rows(rank))
+    hvd.join()
+    return result
+
+
+def barrier_after(rank: int) -> Any:
+    result = jax.jit(late)(rows(rank))
+    hvd.barrier()
+    return result.is_ready()
+
+
 def cases(folder: Path) -> dict[str, Case]:
     return {
         "now": now,
@@ -234,6 +258,8 @@ def cases(folder: Path) -> dict[str, Case]:
         "in Python": in_python,
         "dtypes": dtypes,
         "donated": lambda rank: jax.jit(hvd.allreduce, donate_argnums=0)(jnp.array(rows(rank))),
+        "join after": join_after,
+        "barrier after": barrier_after,
         "join": lambda rank: jax.jit(hvd.join)(),
     }
 
@@ -280,3 +306,9 @@ def test_the_memory_of_an_input_may_be_overwritten(outcomes: Outcomes) -> None:
 def test_join_tells_all_ranks_the_same_in_a_program(outcomes: Outcomes) -> None:
     last = {int(found) for found in values(outcomes, "join")}
     assert len(last) == 1 and last <= set(range(RANKS))
+
+
+def test_join_and_barrier_come_after_the_programs_before_them(outcomes: Outcomes) -> None:
+    for found in values(outcomes, "join after"):
+        same(found, total())
+    assert all(values(outcomes, "barrier after"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import hvdlite.jax as hvd
@@ -34,6 +35,23 @@ def two_after_one(x: Any) -> Any:
     """What fails is the first, and the others are never taken."""
     failing = hvd.allreduce(x, name="failing")
     return hvd.allreduce(ROW, name="other") + hvd.allreduce(ROW * failing.sum(), name="third")
+
+
+def then_another(rank: int) -> Any:
+    """The first program has so much work that JAX runs it beside the script."""
+
+    def failing(x: Any) -> Any:
+        square = jnp.ones((512, 512)) * x[0]
+        return hvd.allreduce(x + (square @ square)[0, 0], name="late")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="disagree on shape"):
+        jax.block_until_ready(jax.jit(failing)(jnp.ones(3 + rank % 2)))
+    return jax.jit(hvd.allreduce)(ROW * rank)
+
+
+def updated(gradient: Any) -> Any:
+    optimizer = hvd.DistributedOptimizer(optax.sgd(1.0), op=hvd.Max)
+    return optimizer.update(gradient, optimizer.init(gradient))[0]
 
 
 WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
@@ -97,6 +115,7 @@ def cases(folder: Path) -> dict[str, Case]:
         found[name] = call
         # The job goes on, and programs can be run again.
         found[f"after {name}"] = lambda rank: again(ROW * rank)
+    found["then another"] = then_another
     found["open"] = lambda rank: library().open_tickets()
     return found
 
@@ -108,6 +127,11 @@ def test_a_mistake(outcomes: Outcomes, name: str) -> None:
         assert outcome[name].error == error, outcome[name].text
         assert re.search(text, outcome[name].text), outcome[name].text
         assert list(outcome[f"after {name}"].value) == [(RANKS - 1) / 2] * 4
+
+
+def test_a_program_that_has_failed_leaves_the_next_one_alone(outcomes: Outcomes) -> None:
+    for found in values(outcomes, "then another"):
+        assert list(found) == [(RANKS - 1) / 2] * 4
 
 
 def test_what_a_program_that_failed_has_started_is_forgotten(outcomes: Outcomes) -> None:
@@ -135,3 +159,33 @@ def test_a_rank_that_fails_ends_the_programs_of_others(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "rank 1 failed: KeyError: 'my own mistake'" in done.stderr
     assert "rank 1 has ended by KeyError" in done.stderr, "said where rank 0 waited"
+
+
+ENDING = """
+import sys, jax, jax.numpy as jnp, hvdlite.jax as hvd
+hvd.init()
+def late(x):
+    square = jnp.ones((512, 512)) * hvd.rank()
+    for _ in range(30):
+        square = square @ square * 0
+    return hvd.allreduce(x + square[0, 0], op=hvd.Sum)
+def soon(x):
+    return hvd.allreduce(x, op=hvd.Sum)
+soon.__name__ = "late"
+result = jax.jit(soon if hvd.rank() == 1 else late)(jnp.ones(3))
+if hvd.rank() == 1:
+    print("sum", float(result.sum()))
+if hvd.rank() == 2:
+    hvd.shutdown()
+"""
+
+
+def test_ranks_leave_when_their_programs_have_ended(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDING)
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdlite.launcher", "-np", "3", sys.executable, "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sum 9.0" in done.stdout

@@ -1,0 +1,92 @@
+"""The order of programs, and the wait for those that still run.
+
+JAX hands a token from each program with collectives to the next one that the same thread starts,
+and goes on with the script while they run. What is not public in JAX is used here, and in
+programs.py, only: effects, and the tokens of programs.
+"""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax._src import dispatch, effects
+
+from hvdlite.common.base.report_failure import reason_of_end
+from hvdlite.common.runtime.current import find
+
+
+class CollectiveEffect(effects.Effect):
+    """Other ranks see it: it is never removed, doubled, or moved before another one."""
+
+    def __str__(self) -> str:
+        return "Collective"
+
+
+EFFECT = CollectiveEffect()
+for _allowed in (
+    effects.lowerable_effects,
+    effects.ordered_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _allowed.add_type(CollectiveEffect)
+
+
+def wait_for_programs() -> None:
+    """Wait until all programs have ended that this thread has started.
+
+    Their errors are raised where their results are used.
+    """
+    tokens = dispatch.runtime_tokens
+    for token in [*tokens.current_tokens.values(), *tokens.output_runtime_tokens.values()]:
+        with suppress(jax.errors.JaxRuntimeError):
+            token.block_until_ready()
+    tokens.clear()
+
+
+def forget_programs() -> None:
+    """Have all programs compiled anew: those of a world contain places and numbers of ranks."""
+    wait_for_programs()
+    jax.clear_caches()
+
+
+def end_before_exit() -> None:
+    """Let programs end before this rank departs at the exit of the process."""
+    atexit.unregister(_at_exit)  # What is registered last is called first.
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """Wait for programs, unless the script has failed: other ranks then learn that at once."""
+    if find() is not None and not reason_of_end():
+        wait_for_programs()
+
+
+_token_of_last = dispatch.RuntimeTokenSet.get_token_input
+
+
+def _token_of_last_good(tokens: Any, effect: Any, *devices: Any) -> Any:
+    """Return the token of the last program: a new one if that has failed.
+
+    JAX would fail every program that follows with the error of the first.
+    """
+    if effect is EFFECT and _has_failed(tokens.current_tokens.get(EFFECT)):
+        del tokens.current_tokens[EFFECT]
+    return _token_of_last(tokens, effect, *devices)
+
+
+def _has_failed(token: Any) -> bool:
+    if token is None or not token._buf.is_ready():
+        return False
+    try:
+        token.block_until_ready()
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
+
+
+dispatch.RuntimeTokenSet.get_token_input = _token_of_last_good
