@@ -88,6 +88,11 @@ class Call:
                 "or without splits"
             )
         for kind in inputs:
+            if not kind.shape and not (self.is_signal or SPECS[self.collective].scalars):
+                raise ValueError(
+                    f"{self.collective} {self.name or 'in a program'}: an array without dimensions "
+                    "has no rows: give it one, as x[None]"
+                )
             spec = TensorSpec(kind.dtype.name, kind.shape, HOST_DEVICE)
             check_call(self.collective, self.name or "in a program", spec, options, members)
 

@@ -44,7 +44,8 @@ def is_tracing() -> bool:
 def exchange(parts: Sequence[tuple[Call, Arrays]], back: Back | None = None) -> list[list[Any]]:
     """Return the results of each of some collectives, which run at the same time.
 
-    `back` makes the gradients of all inputs from those of all results.
+    `back` makes the gradients of all inputs from those of all results: the only derivative of what
+    is not linear. A sum is, so that it can be differentiated forward, too.
     """
     calls = tuple(call for call, _ in parts)
     counts = tuple(len(inputs) for _, inputs in parts)
@@ -52,8 +53,40 @@ def exchange(parts: Sequence[tuple[Call, Arrays]], back: Back | None = None) -> 
     described = _kinds(arrays, calls, counts)
     for call, kinds in described:
         call.check(kinds)
-    results = exchange_p.bind(*arrays, calls=calls, counts=counts, back=back)
+    run: Callable[..., Any] = partial(exchange_p.bind, calls=calls, counts=counts, back=back)
+    if back is not None and is_tracing() and not all(call.is_linear for call in calls):
+        run = _with_gradient(run, back)
+    results = run(*arrays)
     return _by_call(results, [len(call.results(inputs)) for call, inputs in described])
+
+
+def _with_gradient(run: Callable[..., Any], back: Back) -> Callable[..., Any]:
+    """Return the function with a gradient backward; JAX refuses to differentiate it forward."""
+
+    @jax.custom_vjp
+    def differentiable(*arrays: Any) -> list[Any]:
+        return [*run(*arrays)]
+
+    def backward(_: None, gradients: list[Any]) -> tuple[Any, ...]:
+        made = back([*map(_with_values, gradients)])
+        return tuple(
+            None if _is_empty(of_result) else each
+            for each, of_result in zip(made, gradients, strict=True)
+        )
+
+    differentiable.defvjp(lambda *arrays: (differentiable(*arrays), None), backward)
+    made: Callable[..., Any] = differentiable
+    return made
+
+
+def _is_empty(tangent: Any) -> bool:
+    """Return whether it is of integers: then it has no values, not even zeros."""
+    return bool(tangent.dtype == jax.dtypes.float0)
+
+
+def _with_values(tangent: Any) -> Any:
+    """Return what can be sent: zeros for one of integers, beside which there may be others."""
+    return jnp.zeros(tangent.shape, jnp.float32) if _is_empty(tangent) else tangent
 
 
 def _by_call(items: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
@@ -206,10 +239,24 @@ def _differentiate(
     params = {"counts": counts, "back": back}
     results = exchange_p.bind(*arrays, calls=calls, **params)
     if all(type(tangent) is ad.Zero for tangent in tangents):
-        return results, [ad.Zero.from_primal_value(result) for result in results]
-    there = [ad.instantiate_zeros(tangent) for tangent in tangents]
+        return results, [*map(_zero, results)]
+    for call in calls:
+        if not call.is_linear:
+            raise ValueError(
+                f"{call.collective}: it has no derivative forward, as it is no sum: take jax.grad "
+                "or another form that goes backward"
+            )
+    there = [_with_values(ad.instantiate_zeros(tangent)) for tangent in tangents]
     derived = tuple(call.derived("tangent") for call in calls)
-    return results, exchange_p.bind(*there, calls=derived, **params)
+    found = exchange_p.bind(*there, calls=derived, **params)
+    return results, [
+        tangent if jnp.issubdtype(result.dtype, jnp.inexact) else _zero(result)
+        for tangent, result in zip(found, results, strict=True)
+    ]
+
+
+def _zero(result: Any) -> Any:
+    return ad.Zero(jax.typeof(result).to_tangent_aval())
 
 
 ad.primitive_jvps[exchange_p] = _differentiate
@@ -220,7 +267,9 @@ def _transpose(
     back: Back | None,
 ) -> Arrays:  # fmt: skip
     assert back is not None
-    return back([ad.instantiate_zeros(gradient) for gradient in gradients])
+    made = back([ad.instantiate_zeros(gradient) for gradient in gradients])
+    wanted = [ad.is_undefined_primal(array) for array in arrays]
+    return [each if asked else None for each, asked in zip(made, wanted, strict=True)]
 
 
 ad.primitive_transposes[exchange_p] = _transpose

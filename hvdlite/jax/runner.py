@@ -16,7 +16,6 @@ from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import CollectiveResult, EngineRunner, Shaping
 from hvdlite.common.api.submit import Operation
-from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.numpy_adapter import NumpyAdapter
 from hvdlite.common.runtime.current import for_collective
@@ -109,38 +108,12 @@ class JaxRunner(EngineRunner[Any]):
         return jnp.concatenate([tensor, missing])
 
 
-class JaxVerbs(Verbs[Any]):
-    """The collectives with Horovod's gradients."""
-
-    def _allreduce(self, tensors: list[Any], name: str | None, options: CallOptions) -> list[Any]:
-        """Reduce tensors.
-
-        A sum is linear, so that it can be differentiated forward and backward. For other ops there
-        is Horovod's gradient, which reduces in the same way, and none forward.
-        """
-        linear = options.reduce_op in (ReduceOp.SUM, ReduceOp.AVERAGE)
-        if linear or not is_tracing():
-            return super()._allreduce(tensors, name, options)
-
-        @jax.custom_vjp
-        def reduced(*inputs: Any) -> list[Any]:
-            return self._runner.run("allreduce", inputs, name, options).tensors
-
-        def backward(_: None, gradients: list[Any]) -> tuple[Any, ...]:
-            back = None if name is None else f"{name}.gradient"
-            return tuple(self._allreduce(gradients, back, options))
-
-        reduced.defvjp(lambda *inputs: (reduced(*inputs), None), backward)
-        results: list[Any] = reduced(*map(jnp.asarray, tensors))
-        return results
-
-
 class JaxForms(Forms[Any]):
     """The public functions for arrays of JAX."""
 
     def __init__(self, runner: JaxRunner) -> None:
         super().__init__(runner)
-        self._verbs = JaxVerbs(runner)
+        self._verbs = Verbs(runner)
 
     def _start(
         self,

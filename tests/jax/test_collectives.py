@@ -173,6 +173,14 @@ TRACED: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "barrier": (with_barrier, rows),
     "constant": (lambda x: x + hvd.allreduce(np.float32(3)), lambda rank: rows(rank) + 3),
     "unused": (lambda x: (hvd.allreduce(x), x)[1], rows),
+    "grad beside integers": (
+        jax.grad(lambda x: hvd.grouped_allreduce([x, jnp.arange(3)], op=hvd.Sum)[0].sum()),
+        lambda rank: np.full_like(ROWS, RANKS),
+    ),
+    "grad of max beside integers": (
+        jax.grad(lambda x: hvd.grouped_allreduce([x, jnp.arange(3)], op=hvd.Max)[0].sum()),
+        lambda rank: np.ones_like(ROWS),
+    ),
 }
 
 

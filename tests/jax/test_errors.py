@@ -105,6 +105,17 @@ WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
         lambda rank: jax.jvp(lambda x: hvd.allreduce(x, op=hvd.Max), (ROW,), (ROW,)),
         "TypeError", "forward-mode",
     ),
+    "forward of an update": (
+        lambda rank: jax.jvp(updated, (ROW,), (ROW,)), "TypeError", "forward-mode",
+    ),
+    "no rows": (
+        lambda rank: jax.jit(hvd.allgather)(ROW[0]),
+        "ValueError", r"without dimensions has no rows: give it one, as x\[None\]",
+    ),
+    "no parts": (
+        lambda rank: jax.jit(hvd.alltoall)(ROW[0]),
+        "ValueError", r"without dimensions has no rows: give it one, as x\[None\]",
+    ),
 }  # fmt: skip
 
 
