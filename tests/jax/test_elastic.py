@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import optax
 import pytest
 
 import hvdlite.jax as hvd
+from tests.jax.cases import Case, Outcomes, values
 from tests.limits import HANG_SECONDS
 
 SCRIPT = """
@@ -53,6 +55,36 @@ Path(f"rank{hvd.rank()}").write_text(json.dumps([hvd.size(), state.params.tolist
 """
 
 
+def grown(rank: int) -> Any:
+    """Rank 0 is a survivor, whose attributes have grown; the others begin."""
+
+    def apply() -> int:
+        return rank
+
+    optimizer = hvd.DistributedOptimizer(optax.sgd(0.1))
+    state = hvd.elastic.JaxState(
+        log=[], step=0, best=None, model={"w": jnp.full(2, rank), "seen": [], "tx": optimizer},
+        bound=jax.tree_util.Partial(apply),
+    )  # fmt: skip
+    if rank == 0:
+        state.log, state.step, state.best = [1, 2], 7, 0.5
+        state.model = {**state.model, "seen": [(3, None)]}
+        state.save()
+    state.sync()
+    assert state.model["tx"] is optimizer and state.bound() == rank, "a rank's own are kept"
+    assert state.best == 0.5 and state.model["seen"] == [(3, None)]
+    return state.log, state.step, state.model["w"]
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    return {"grown": grown}
+
+
+def test_newcomers_get_attributes_that_have_grown(outcomes: Outcomes) -> None:
+    for log, step, w in values(outcomes, "grown"):
+        assert ([*map(int, log)], int(step), w.tolist()) == ([1, 2], 7, [0, 0])
+
+
 @pytest.fixture
 def state() -> hvd.elastic.JaxState:
     params = {"w": jnp.arange(3.0)}
@@ -81,6 +113,18 @@ def test_a_save_holds_what_there_is(state: hvd.elastic.JaxState) -> None:
     state.params = {"w": state.params["w"] * 100}
     state.restore()
     np.testing.assert_array_equal(state.params["w"], [0, 2, 4])
+
+
+def test_a_save_that_fails_changes_nothing(state: hvd.elastic.JaxState) -> None:
+    gone = jnp.ones(3)
+    state.opt = jax.tree_util.tree_map(lambda leaf: leaf + 1, state.opt)
+    state.params, state.step = {"w": gone}, 6
+    gone.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        state.save()
+    state.restore()
+    assert (state.step, int(state.opt[0].count)) == (0, 0)
+    np.testing.assert_array_equal(state.params["w"], np.arange(3))
 
 
 def test_what_a_state_refuses() -> None:
