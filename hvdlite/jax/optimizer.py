@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from hvdlite.common.base.reduce_op import ReduceOp
@@ -18,6 +19,7 @@ from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.jax.compression import Compression
 from hvdlite.jax.gradients import Reducer
+from hvdlite.jax.order import wait_for_programs
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
@@ -37,7 +39,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
 
         It has numpy arrays, and is empty where the compression remembers nothing.
         """
-        jax.effects_barrier()
+        wait_for_programs()
         return self._reducer.compression_state()
 
     def load_compression_state(self, saved: Mapping[str, Any]) -> None:
@@ -46,7 +48,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         From another rank, or of another number of ranks, only what all ranks share is taken. A
         state of another compressor is ignored with a warning.
         """
-        jax.effects_barrier()
+        wait_for_programs()
         self._reducer.load_compression_state(saved)
 
 
@@ -101,10 +103,68 @@ def DistributedOptimizer(  # noqa: N802
     )
     if backward_passes_per_step == 1:
         return distributed
-    passes = optax.MultiSteps(
-        distributed, backward_passes_per_step, use_grad_mean=average_aggregated_gradients
-    )
+    passes = _in_passes(distributed, backward_passes_per_step, average_aggregated_gradients)
     return Transformation.of(passes, reducer)
+
+
+def _in_passes(
+    optimizer: optax.GradientTransformationExtraArgs, passes: int, mean: bool
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer behind the sum, or the mean, of the gradients of so many updates.
+
+    Its state is that of `optax.MultiSteps`. That one computes the optimizer's update each time and
+    throws it away, which would exchange gradients each time; here it does not run.
+    """
+
+    def init(params: Any) -> optax.MultiStepsState:
+        # Two arrays of their own, as a program may get both to overwrite.
+        mini_step, gradient_step = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+        total = jax.tree_util.tree_map(_sum_of_none, params)
+        return optax.MultiStepsState(mini_step, gradient_step, optimizer.init(params), total)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        total = jax.tree_util.tree_map(
+            lambda acc, each: (acc + each).astype(acc.dtype), state.acc_grads, updates
+        )
+        step = jnp.asarray(state.mini_step) == passes - 1
+
+        def last() -> tuple[Any, Any]:
+            divisor = passes if mean else 1
+            gradients = jax.tree_util.tree_map(
+                lambda each, like: (each / divisor).astype(like.dtype), total, updates
+            )
+            stepped, inner = optimizer.update(gradients, state.inner_opt_state, params, **extra)
+            stepped = jax.tree_util.tree_map(_as, stepped, updates)
+            inner = jax.tree_util.tree_map(_as, inner, state.inner_opt_state)
+            following = state._replace(
+                mini_step=jnp.zeros_like(state.mini_step),
+                gradient_step=state.gradient_step + 1,
+                inner_opt_state=inner,
+                acc_grads=jax.tree_util.tree_map(jnp.zeros_like, total),
+            )
+            return stepped, following
+
+        def other() -> tuple[Any, Any]:
+            zeros = jax.tree_util.tree_map(jnp.zeros_like, updates)
+            return zeros, state._replace(mini_step=state.mini_step + 1, acc_grads=total)
+
+        if isinstance(step, jax.core.Tracer):
+            found: tuple[Any, Any] = jax.lax.cond(step, last, other)
+            return found
+        return last() if step else other()
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _sum_of_none(leaf: Any) -> Any:
+    """Return zeros with room for many gradients of a parameter: of float32 at least."""
+    return jnp.zeros(jnp.shape(leaf), jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+
+
+def _as(new: Any, old: Any) -> Any:
+    """Return a leaf in the dtype of another: both ways through an update have the same dtypes."""
+    array, dtype = jnp.asarray(new), jnp.asarray(old).dtype
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 @explain_arguments

@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import optax
 import pytest
 
 import hvdlite.jax as hvd
+from hvdlite.jax.native.executions import Registered
 from tests.jax.cases import RANKS, Case, Outcomes, same, values
 
 ROWS, STEPS = 8, 4
@@ -106,7 +108,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 COMPILED = {name: make for name, (make, _) in OPTIMIZERS.items()}
-NOW = {name: COMPILED[name] for name in ("adam",)}
+NOW = {name: COMPILED[name] for name in ("adam", "passes")}
 
 
 def made(optimizers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -118,6 +120,35 @@ def compressed(rank: int) -> Any:
     optimizer = hvd.DistributedOptimizer(SGD(), compression=hvd.Compression.topk(0.1))
     params = train_one(optimizer, of(rank))
     return params, hvd.broadcast_parameters(params)
+
+
+def passes(rank: int) -> Any:
+    """Two passes with parts of a gradient, and one with their sum: what comes of both is equal."""
+    parts = [jax.tree_util.tree_map(lambda w, k=k: w * (k + rank + 1), PARAMS) for k in range(6)]
+    found = {}
+    for count, given in ((2, parts), (1, [_sum(*parts[k : k + 2]) for k in (0, 2, 4)])):
+        compression = hvd.Compression.topk(0.1)
+        optimizer = hvd.DistributedOptimizer(SGD(), compression, backward_passes_per_step=count)
+        update, state = jax.jit(optimizer.update), optimizer.init(PARAMS)
+        steps, started = [], []
+        start = Registered.start
+
+        def counting(self: Any, *args: Any, start: Any = start, started: Any = started) -> Any:
+            started.append(self.names)
+            return start(self, *args)
+
+        with patch.object(Registered, "start", counting):
+            for gradients in given:
+                updates, state = update(gradients, state)
+                steps.append(jax.block_until_ready(updates))
+        left = optimizer.compression_state()["residuals"]
+        found[count] = {"steps": steps[count - 1 :: count], "left": [*left.values()]}
+        found[count]["started"] = len(started)
+    return found
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return jax.tree_util.tree_map(jnp.add, one, other)
 
 
 def unsent_comes_back(folder: Path) -> Any:
@@ -209,6 +240,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "trained now": lambda rank: train(made(NOW), of(rank), jax.value_and_grad, False),
         "gradients": lambda rank: train_one(ADAM(), of(rank), hvd.value_and_grad),
         "compressed": compressed,
+        "in passes": passes,
         "unsent": lambda rank: unsent_comes_back(folder / "unsent"),
         "traced": traced,
         "sliced": sliced,
@@ -243,6 +275,13 @@ def test_compression_keeps_ranks_equal_and_is_no_plain_sum(outcomes: Outcomes, a
     for own, first in values(outcomes, "compressed"):
         same(own, first, 0)
         assert not np.allclose(own["last"], alone["sum"]["last"], atol=1e-6)
+
+
+def test_passes_exchange_once_what_one_pass_would(outcomes: Outcomes) -> None:
+    for found in values(outcomes, "in passes"):
+        assert found[2]["started"] == found[1]["started"] > 0
+        same(found[2]["steps"], found[1]["steps"])
+        same(found[2]["left"], found[1]["left"])
 
 
 def test_what_was_not_sent_is_saved(outcomes: Outcomes) -> None:
