@@ -124,8 +124,10 @@ def run_now(arrays: Sequence[Array], calls: Sequence[Call], counts: Sequence[int
         read = places if call.keeps_shape else inputs
         started.append(start_now(call, read, places))
         results += places
-    for each in started:
-        each.wait()
+    errors = [each.ended() for each in started]  # All of them: they read and write these arrays.
+    error = next((each for each in errors if each is not None), None)
+    if error is not None:
+        raise error
     return results
 
 

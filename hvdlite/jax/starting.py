@@ -35,21 +35,19 @@ class Started(NamedTuple):
     def close(self) -> Exception | None:
         """Do what is left to do when all handles have ended; return the error, or None."""
         self.release()
-        error = next((handle.error for handle in self.handles if handle.error), None)
-        if error is None:
-            try:
-                self.end()
-            except Exception as failure:
-                error = failure
-        return error
+        try:
+            for handle in self.handles:
+                handle.wait()  # A copy of its error: one may fail several.
+            self.end()
+        except Exception as error:
+            return error
+        return None
 
-    def wait(self) -> None:
-        """Sleep until it has ended. Raises its error."""
+    def ended(self) -> Exception | None:
+        """Sleep until it has ended; return its error, or None."""
         for handle in self.handles:
             handle.ended_within(threading.TIMEOUT_MAX)
-        error = self.close()
-        if error is not None:
-            raise error
+        return self.close()
 
 
 class _Results(NumpyAdapter):
@@ -90,6 +88,7 @@ def _start_gather(
     call: Call, inputs: Sequence[Array], results: Sequence[Array], runtime: Runtime
 ) -> Started:
     """Start a collective whose results have shapes that the other ranks decide, too."""
+    inputs = [array.view() for array in inputs]  # Each is known by its object, even if given twice.
     adapter = _Results(inputs, results)
     entries = start(runtime, adapter, call.collective, call.name, inputs, call.options)
 
