@@ -21,6 +21,7 @@ import numpy as np
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.graph_buckets import READ, READ_AND_WRITE, GraphBucket, array_at
 from hvdlite.common.runtime.current import for_collective
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.jax.calls import Call, Kind
 from hvdlite.jax.native.library import Library
@@ -59,7 +60,7 @@ class Registered:
         options = self.options
         about = (
             self.call.collective, self.call.name, self.call.names, self.inputs, self.results,
-            options.process_set.process_set_id, options._replace(process_set=None),  # type: ignore[arg-type]
+            _number_of(options.process_set), options._replace(process_set=None),  # type: ignore[arg-type]
             None if self.call.exchange is None else id(self.call.exchange),
         )  # fmt: skip
         digest = hashlib.blake2b(repr(about).encode(), digest_size=8).digest()
@@ -98,11 +99,28 @@ def register(call: Call, inputs: Sequence[Kind], results: Sequence[Kind]) -> int
     """Return the number by which a compiled program names this collective."""
     registered = Registered(call, inputs, results)
     number = registered.number
-    earlier = _registered.get(number)
-    # A process set may have the number of one that was removed.
-    if earlier is None or earlier.options.process_set is not call.options.process_set:
-        _registered[number] = registered
+    _registered.setdefault(number, registered)
     return number
+
+
+_sets: list[ProcessSet] = []  # all that programs have named, but that of all ranks
+_sets_lock = threading.Lock()
+
+
+def _number_of(process_set: ProcessSet) -> int:
+    """Return a number that no other set of this process has: ids are given again after a removal.
+
+    It is the same in each run that names sets in the same order, as programs that are kept on disk
+    have it.
+    """
+    if process_set is global_process_set:
+        return 0
+    with _sets_lock:
+        for number, known in enumerate(_sets, 1):
+            if known is process_set:
+                return number
+        _sets.append(process_set)
+        return len(_sets)
 
 
 class _Execution(NamedTuple):
