@@ -16,6 +16,7 @@ from jax._src import dispatch, effects
 
 from hvdlite.common.base.report_failure import reason_of_end
 from hvdlite.common.runtime.current import find
+from hvdlite.jax.native.executions import forget_all
 
 
 class CollectiveEffect(effects.Effect):
@@ -52,6 +53,7 @@ def forget_programs() -> None:
     """Have all programs compiled anew: those of a world contain places and numbers of ranks."""
     wait_for_programs()
     jax.clear_caches()
+    forget_all()
 
 
 def end_before_exit() -> None:

@@ -9,14 +9,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import hvdlite.jax as hvd
+from hvdlite.common.api.options import CallOptions
+from hvdlite.jax import programs
+from hvdlite.jax.calls import Call
 from hvdlite.jax.native.library import library
+from hvdlite.jax.starting import Started
 from tests.jax.cases import RANKS, Case, Outcomes, values
 from tests.limits import HANG_SECONDS
 
@@ -49,9 +55,36 @@ def then_another(rank: int) -> Any:
     return jax.jit(hvd.allreduce)(ROW * rank)
 
 
+def unused_memory(rank: int) -> Any:
+    """How many bytes lie about after collectives of many sizes."""
+    for count in range(10):
+        jax.block_until_ready(jax.jit(hvd.allreduce)(jnp.ones((1 << 18) + 1024 * count)))
+    return library().unused_bytes()
+
+
 def updated(gradient: Any) -> Any:
     optimizer = hvd.DistributedOptimizer(optax.sgd(1.0), op=hvd.Max)
     return optimizer.update(gradient, optimizer.init(gradient))[0]
+
+
+def on_a_removed_set(rank: int) -> Any:
+    """The set that has its id now has the same ranks, and is another one."""
+    removed = hvd.add_process_set([0, 1])
+    on_it = jax.jit(lambda x: hvd.allreduce(x, process_set=removed))
+    on_another = jax.jit(lambda x: hvd.allreduce(x, process_set=another))
+    try:
+        if rank < 2:
+            jax.block_until_ready(on_it(ROW))
+        hvd.barrier()
+        hvd.remove_process_set(removed)
+        another = hvd.add_process_set([0, 1])
+        if rank < 2:
+            jax.block_until_ready(on_another(ROW))
+            return jax.block_until_ready(on_it(ROW))
+        raise jax.errors.JaxRuntimeError("not registered: of no interest here")
+    finally:
+        hvd.barrier()
+        hvd.remove_process_set(another)
 
 
 WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
@@ -108,6 +141,7 @@ WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "forward of an update": (
         lambda rank: jax.jvp(updated, (ROW,), (ROW,)), "TypeError", "forward-mode",
     ),
+    "removed": (on_a_removed_set, "JaxRuntimeError", "not registered"),
     "no rows": (
         lambda rank: jax.jit(hvd.allgather)(ROW[0]),
         "ValueError", r"without dimensions has no rows: give it one, as x\[None\]",
@@ -126,6 +160,7 @@ def cases(folder: Path) -> dict[str, Case]:
         found[name] = call
         # The job goes on, and programs can be run again.
         found[f"after {name}"] = lambda rank: again(ROW * rank)
+    found["memory"] = unused_memory
     found["then another"] = then_another
     found["open"] = lambda rank: library().open_tickets()
     return found
@@ -143,6 +178,40 @@ def test_a_mistake(outcomes: Outcomes, name: str) -> None:
 def test_a_program_that_has_failed_leaves_the_next_one_alone(outcomes: Outcomes) -> None:
     for found in values(outcomes, "then another"):
         assert list(found) == [(RANKS - 1) / 2] * 4
+
+
+def test_memory_of_many_sizes_is_given_back(outcomes: Outcomes) -> None:
+    for found in values(outcomes, "memory"):
+        assert 1 << 20 <= found <= 3 << 20, "one collective of 1 MB at a time"
+
+
+class _Ending:
+    """A handle that notes that it was waited for."""
+
+    def __init__(self, error: str, ended: list[str]) -> None:
+        self._error, self._ended = error, ended
+
+    def ended_within(self, seconds: float) -> bool:
+        self._ended.append(self._error)
+        return True
+
+    def wait(self) -> None:
+        if self._error:
+            raise ValueError(self._error)
+
+
+def test_all_have_ended_when_the_first_error_is_raised() -> None:
+    ended: list[str] = []
+    errors = ("", "first", "second", "")
+    started = [Started([_Ending(error, ended)]) for error in errors]  # type: ignore[list-item]
+    call = Call("allreduce", CallOptions(hvd.global_process_set))
+    arrays = [np.ones(2, np.float32)] * len(errors)
+    with (
+        patch.object(programs, "start_now", side_effect=started),
+        pytest.raises(ValueError, match="first"),
+    ):
+        programs.run_now(arrays, [call] * len(errors), [1] * len(errors))
+    assert ended == [*errors]
 
 
 def test_what_a_program_that_failed_has_started_is_forgotten(outcomes: Outcomes) -> None:

@@ -202,18 +202,37 @@ class _Executions:
             handle.on_end(one_has_ended)
 
     def _end(self, execution: _Execution, error: Exception | None) -> None:
-        text = None if error is None else f"{type(error).__name__}: {error}".encode()
+        text = (
+            None
+            if error is None
+            else f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
+        )
         self._library.end(execution.pointer, text)
         with self._lock:
             self._names.difference_update(execution.keys)
             free = self._free()
         for following in free:
             # In a thread of its own, for this one may be the engine's.
-            threading.Thread(target=self._start, args=(following,), daemon=True).start()
+            thread = threading.Thread(target=self._start, args=(following,), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # No thread starts at the exit of the process.
+                self._start(following)
+
+
+_serving: list[Library] = []
+
+
+def forget_all() -> None:
+    """Forget the programs that have been compiled, which are over, and what they have not taken."""
+    _registered.clear()
+    for library in _serving:
+        library.forget()
 
 
 def serve(library: Library) -> None:
     """Start the thread that starts the collectives of programs."""
+    _serving.append(library)
     executions = _Executions(library)
     threading.Thread(target=executions.serve, name="hvdlite-jax", daemon=True).start()
     library.serve()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 
 from hvdlite.common.collectives.native.build import Recipe, say_that_python_runs
 from hvdlite.common.collectives.native.cache import BuildError
@@ -30,7 +31,9 @@ class Library:
         integers = ctypes.POINTER(ctypes.c_int64)
         self._next = _function(waiting.hvdlite_next, integers, integers)
         self.serve = _function(quick.hvdlite_serve, None)
-        self.open_tickets = _function(quick.hvdlite_open, ctypes.c_int64)
+        self.open_tickets = _function(waiting.hvdlite_open, ctypes.c_int64)
+        self.unused_bytes = _function(waiting.hvdlite_unused_bytes, ctypes.c_int64)
+        self.forget = _function(waiting.hvdlite_forget, None)
         self.end = _function(waiting.hvdlite_end, None, ctypes.c_void_p, ctypes.c_char_p)
         for name in (START, TAKE):
             target = jax.ffi.pycapsule(getattr(waiting, name))
@@ -53,9 +56,9 @@ def recipe() -> Recipe:
     return Recipe(
         source=Path(__file__).with_name("ops.cc"),
         folder="jax",
-        name=f"ops-{jax.version.__version__}",
+        name=f"ops-{jaxlib.version.__version__}",
         flags=("-O2", "-std=c++17", "-isystem", jax.ffi.include_dir()),
-        remark=f"for JAX {jax.version.__version__}, once (some 4 seconds of CPU time)",
+        remark=f"for JAX {jaxlib.version.__version__}, once (some 4 seconds of CPU time)",
         module="hvdlite.jax.build",
     )
 

@@ -13,11 +13,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -37,6 +39,7 @@ constexpr size_t kAlignment = 64;
 constexpr size_t kFailedRuns = 64;
 
 // Memory that a later collective of the same size takes over: new memory costs a fault for each page.
+// As much is kept as was once in use at a time; what has lain longest is freed.
 struct Block {
   char* start = nullptr;
   size_t size = 0;
@@ -81,9 +84,12 @@ struct Queue {
   std::unordered_map<uint32_t, CollectivePointer> open;  // by their tickets, until they are taken
   uint32_t last_ticket = 0;
   std::deque<int64_t> failed;  // runs that have failed lately: nobody takes what they start
-  std::unordered_map<size_t, std::vector<char*>> unused;  // blocks by their size
-  pid_t served_in = -1;  // the process that has the thread of Python's; a forked child has none
+  std::list<Block> unused;  // that which has lain longest is the first
+  std::unordered_map<size_t, std::vector<std::list<Block>::iterator>> unused_of;  // by their size
+  size_t unused_bytes = 0, used_bytes = 0, most_used_bytes = 0;
 };
+
+std::atomic<pid_t> served_in = -1;  // the process that has Python's thread; a forked child has none
 
 Queue& queue() {
   static Queue* instance = new Queue;
@@ -94,20 +100,48 @@ Block block_of(size_t size) {
   if (size == 0) return {};
   {
     std::lock_guard<std::mutex> lock(queue().mutex);
-    auto& unused = queue().unused[size];
-    if (!unused.empty()) {
-      char* start = unused.back();
-      unused.pop_back();
-      return {start, size};
+    Queue& all = queue();
+    all.used_bytes += size;
+    all.most_used_bytes = std::max(all.most_used_bytes, all.used_bytes);
+    auto found = all.unused_of.find(size);
+    if (found != all.unused_of.end()) {
+      const auto place = found->second.back();
+      found->second.pop_back();
+      if (found->second.empty()) all.unused_of.erase(found);
+      const Block block = *place;
+      all.unused.erase(place);
+      all.unused_bytes -= size;
+      return block;
     }
   }
-  return {static_cast<char*>(std::aligned_alloc(kAlignment, size)), size};
+  char* start = static_cast<char*>(std::aligned_alloc(kAlignment, size));
+  if (start == nullptr) {
+    std::lock_guard<std::mutex> lock(queue().mutex);
+    queue().used_bytes -= size;
+  }
+  return {start, size};
 }
 
 Collective::~Collective() {
   if (block.start == nullptr) return;
-  std::lock_guard<std::mutex> lock(queue().mutex);
-  queue().unused[block.size].push_back(block.start);
+  std::vector<char*> freed;  // without the mutex
+  {
+    std::lock_guard<std::mutex> lock(queue().mutex);
+    Queue& all = queue();
+    all.used_bytes -= block.size;
+    all.unused_of[block.size].push_back(all.unused.insert(all.unused.end(), block));
+    all.unused_bytes += block.size;
+    while (all.unused_bytes > all.most_used_bytes) {
+      const Block oldest = all.unused.front();
+      auto found = all.unused_of.find(oldest.size);
+      found->second.erase(found->second.begin());  // The first of its size has lain longest, too.
+      if (found->second.empty()) all.unused_of.erase(found);
+      all.unused.pop_front();
+      all.unused_bytes -= oldest.size;
+      freed.push_back(oldest.start);
+    }
+  }
+  for (char* start : freed) std::free(start);
 }
 
 using Ticket = ffi::BufferR0<ffi::U32>;
@@ -116,6 +150,12 @@ using Ticket = ffi::BufferR0<ffi::U32>;
 // in bytes; there are none where each result takes the place of its input.
 ffi::Error start(ffi::RunId run, ffi::RemainingArgs operands, ffi::RemainingRets results,
                  int64_t call, ffi::Span<const int64_t> sizes) {
+  // Before any mutex: in a forked child it may be locked for ever.
+  if (served_in != getpid()) {
+    return ffi::Error(ffi::ErrorCode::kUnknown,
+                      "this process was forked from a rank and is no rank itself: run collectives "
+                      "in the parent, or start it with spawn");
+  }
   auto collective = std::make_shared<Collective>();
   collective->call = call;
   collective->run = run.run_id;
@@ -149,11 +189,6 @@ ffi::Error start(ffi::RunId run, ffi::RemainingArgs operands, ffi::RemainingRets
   bool first;
   {
     std::lock_guard<std::mutex> lock(queue().mutex);
-    if (queue().served_in != getpid()) {
-      return ffi::Error(ffi::ErrorCode::kUnknown,
-                        "this process was forked from a rank and is no rank itself: run collectives "
-                        "in the parent, or start it with spawn");
-    }
     auto& failed = queue().failed;
     if (std::find(failed.begin(), failed.end(), run.run_id) != failed.end()) {
       return ffi::Error(ffi::ErrorCode::kUnknown, "an earlier collective of this run has failed");
@@ -265,10 +300,7 @@ using hvdlite::queue;
 extern "C" {
 
 // This process has a thread that calls hvdlite_next, from now on.
-void hvdlite_serve() {
-  std::lock_guard<std::mutex> lock(queue().mutex);
-  queue().served_in = getpid();
-}
+void hvdlite_serve() { hvdlite::served_in = getpid(); }
 
 // Sleeps until something is in the queue, and takes all of it. For each collective in turn:
 //   collective, call, number of addresses, addresses
@@ -299,6 +331,19 @@ const int64_t* hvdlite_next(int64_t* length) {
 int64_t hvdlite_open() {
   std::lock_guard<std::mutex> lock(queue().mutex);
   return static_cast<int64_t>(queue().open.size());
+}
+
+// How many bytes lie in memory that nothing uses.
+int64_t hvdlite_unused_bytes() {
+  std::lock_guard<std::mutex> lock(queue().mutex);
+  return static_cast<int64_t>(queue().unused_bytes);
+}
+
+// The programs that have been started are over: what they have not taken, they never will.
+void hvdlite_forget() {
+  std::unordered_map<uint32_t, CollectivePointer> forgotten;  // They free memory without the mutex.
+  std::lock_guard<std::mutex> lock(queue().mutex);
+  forgotten.swap(queue().open);
 }
 
 // The collective has ended: with all results written, or for the reason that `failure` tells. The
