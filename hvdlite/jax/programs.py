@@ -8,6 +8,7 @@ does not wait for them, and they do not wait for it; join, barrier and shutdown 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -177,9 +178,17 @@ def _lower(
     return taken
 
 
-@cache
+_serving = threading.Lock()
+
+
 def _served_library() -> Library | None:
     """Return the compiled functions, with a thread that serves them; None without any."""
+    with _serving:  # Several threads may compile programs.
+        return _load()
+
+
+@cache
+def _load() -> Library | None:
     found = library()
     if found is not None:
         serve(found)
