@@ -8,10 +8,9 @@ does not wait for them, and they do not wait for it; join, barrier and shutdown 
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,8 +23,8 @@ from jax.interpreters import ad, batching, mlir
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.numpy_adapter import Array, aligned_empty
 from hvdlite.jax.calls import Call, Kind
-from hvdlite.jax.native.executions import register, serve
-from hvdlite.jax.native.library import START, TAKE, Library, library
+from hvdlite.jax.native.executions import register, served_library
+from hvdlite.jax.native.library import START, TAKE
 from hvdlite.jax.order import EFFECT, end_before_exit
 from hvdlite.jax.starting import start_now
 
@@ -153,7 +152,7 @@ def _lower(
 ) -> Arrays:
     end_before_exit()
     token = ctx.tokens_in.get(EFFECT)
-    if _served_library() is None:
+    if served_library() is None:
         results, token = _lower_to_python(ctx, token, values, calls, counts)
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({EFFECT: token})))
         return results
@@ -176,23 +175,6 @@ def _lower(
     take = jax.ffi.ffi_lowering(TAKE, has_side_effect=True)
     taken: Arrays = take(ctx.replace(avals_in=[_TICKET] * len(tickets)), *tickets)
     return taken
-
-
-_serving = threading.Lock()
-
-
-def _served_library() -> Library | None:
-    """Return the compiled functions, with a thread that serves them; None without any."""
-    with _serving:  # Several threads may compile programs.
-        return _load()
-
-
-@cache
-def _load() -> Library | None:
-    found = library()
-    if found is not None:
-        serve(found)
-    return found
 
 
 def _lower_to_python(

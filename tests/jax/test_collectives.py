@@ -222,7 +222,7 @@ def in_python(rank: int) -> Any:
     def another(x: Any) -> Any:
         return program(x)
 
-    with patch.object(programs, "_served_library", lambda: None):
+    with patch.object(programs, "served_library", lambda: None):
         return jax.jit(another)(rows(rank))
 
 

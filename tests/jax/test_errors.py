@@ -21,7 +21,7 @@ import hvdlite.jax as hvd
 from hvdlite.common.api.options import CallOptions
 from hvdlite.jax import programs
 from hvdlite.jax.calls import Call
-from hvdlite.jax.native.library import library
+from hvdlite.jax.native.executions import served_library
 from hvdlite.jax.starting import Started
 from tests.jax.cases import RANKS, Case, Outcomes, values
 from tests.limits import HANG_SECONDS
@@ -59,7 +59,7 @@ def unused_memory(rank: int) -> Any:
     """How many bytes lie about after collectives of many sizes."""
     for count in range(10):
         jax.block_until_ready(jax.jit(hvd.allreduce)(jnp.ones((1 << 18) + 1024 * count)))
-    return library().unused_bytes()
+    return served_library().unused_bytes()
 
 
 def updated(gradient: Any) -> Any:
@@ -162,7 +162,7 @@ def cases(folder: Path) -> dict[str, Case]:
         found[f"after {name}"] = lambda rank: again(ROW * rank)
     found["memory"] = unused_memory
     found["then another"] = then_another
-    found["open"] = lambda rank: library().open_tickets()
+    found["open"] = lambda rank: served_library().open_tickets()
     return found
 
 

@@ -13,7 +13,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.jax.calls import Call, Kind
-from hvdlite.jax.native.library import Library
+from hvdlite.jax.native.library import Library, load
 from hvdlite.jax.starting import Started, start_now
 
 
@@ -220,19 +220,27 @@ class _Executions:
                 self._start(following)
 
 
-_serving: list[Library] = []
+_loading = threading.Lock()  # Several threads may compile programs.
+
+
+def served_library() -> Library | None:
+    """Return the compiled functions, with a thread that serves them; None without any."""
+    with _loading:
+        return _load_and_serve()
+
+
+@cache
+def _load_and_serve() -> Library | None:
+    library = load()
+    if library is not None:
+        executions = _Executions(library)
+        threading.Thread(target=executions.serve, name="hvdlite-jax", daemon=True).start()
+        library.serve()
+    return library
 
 
 def forget_all() -> None:
     """Forget the programs that have been compiled, which are over, and what they have not taken."""
     _registered.clear()
-    for library in _serving:
+    if _load_and_serve.cache_info().currsize and (library := served_library()) is not None:
         library.forget()
-
-
-def serve(library: Library) -> None:
-    """Start the thread that starts the collectives of programs."""
-    _serving.append(library)
-    executions = _Executions(library)
-    threading.Thread(target=executions.serve, name="hvdlite-jax", daemon=True).start()
-    library.serve()

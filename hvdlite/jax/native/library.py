@@ -7,8 +7,6 @@ between ranks, and the results, are the same.
 from __future__ import annotations
 
 import ctypes
-import threading
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +61,8 @@ def recipe() -> Recipe:
     )
 
 
-_lock = threading.Lock()
-
-
-def library() -> Library | None:
-    """Return the compiled functions, or None where they cannot be built."""
-    with _lock:
-        return _load()
-
-
-@cache
-def _load() -> Library | None:
+def load() -> Library | None:
+    """Load the compiled functions; None where they cannot be built. XLA takes them once."""
     try:
         return recipe().load(Library)
     except BuildError as error:
