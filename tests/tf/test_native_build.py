@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
+from hvdlite.common.collectives.native import build
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.tf import build
 from hvdlite.tf.native import loader as native
 from hvdlite.tf.native.loader import recipe
 from tests.compilers import Compiler
@@ -102,5 +102,5 @@ def test_the_command_says_why_it_cannot(
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     monkeypatch.setattr(sys, "argv", ["build"])
-    assert build.main() == 1
+    assert build.main(recipe(), "") == 1
     assert "there is no $CXX" in capsys.readouterr().err

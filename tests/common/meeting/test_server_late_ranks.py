@@ -152,7 +152,7 @@ def test_who_has_time_waits_for_the_next_meeting_when_rank_0_gives_up() -> None:
         if rank == 2:
             assert gave_up.wait(LIMIT)
             return meet(at_server(address, 2, 3, SECRET, soon()))
-        exchange = hosting(first, 0, 3, SECRET, soon(0.5))
+        exchange = hosting(first, 0, 3, SECRET, soon(2.0))
         with pytest.raises(HorovodInternalError, match=r"did not come: 2 \(seen: 0, 1\)"):
             meet(exchange)
         gave_up.set()
@@ -170,7 +170,7 @@ def test_who_was_answered_fails_when_rank_0_gives_up_later() -> None:
         exchange: Any = (
             at_server(address, rank, 3, SECRET, soon())
             if rank
-            else hosting(listener, 0, 3, SECRET, soon(1.0))
+            else hosting(listener, 0, 3, SECRET, soon(2.0))
         )
         exchange.allgather(b"")
         began = time.monotonic()
