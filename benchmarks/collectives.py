@@ -48,6 +48,7 @@ SIZES = {
     "64 KiB": 64 << 10,
     "1 MiB": 1 << 20,
     "16 MiB": 16 << 20,
+    "32 MiB": 32 << 20,
     "64 MiB": 64 << 20,
     SET: 0,  # that of its gradients
 }

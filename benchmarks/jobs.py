@@ -97,7 +97,7 @@ def addresses(meeting: Path, rank: int, size: int) -> list[str]:
         free.bind(("127.0.0.1", 0))
         own = f"127.0.0.1:{free.getsockname()[1]}"
     files = [meeting.with_suffix(f".address{number}") for number in range(size)]
-    written = files[rank].with_suffix(".part")
+    written = meeting.with_suffix(f".part{rank}")
     written.write_text(own)
     written.rename(files[rank])
     end = time.monotonic() + MEETING_SECONDS
