@@ -11,6 +11,7 @@ Each way runs in jobs of its own, in turns. See `simulated_hosts` for what the h
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -41,6 +42,7 @@ COMPRESSORS = (NONE, "fp16", "bf16", "int8", "powersgd(4)", "topk(0.01)", "onebi
 ENTRIES = (ALONE, *COMPRESSORS, DDP, HOOK)
 WARM_UP = 5  # steps: the hook of PyTorch begins with the third
 STEP, TRAINING = "step", "training"
+Distribute = Callable[[Any, Any], tuple[Any, Any]]  # See `distribute`.
 
 
 def compressor(entry: str, choices: Any, warmup_steps: int = 0) -> Any:
@@ -88,23 +90,8 @@ def connect(entry: str, args: argparse.Namespace) -> tuple[Ranks, Callable[[], N
 
         hvd.init()
     torch.manual_seed(ranks.rank)
-    model = module = make_model(args.tensors)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
-    if entry in (DDP, HOOK):
-        # The hook starts collectives in callbacks, whose order over several buckets differs between
-        # ranks: gloo then receives what it does not expect, and ends the job.
-        bucket = {"bucket_cap_mb": 1000} if entry == HOOK else {}
-        module = torch.nn.parallel.DistributedDataParallel(model, **bucket)
-        if entry == HOOK:
-            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
-
-            state = hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-            module.register_comm_hook(state, hook.powerSGD_hook)
-    elif entry != ALONE:
-        chosen = compressor(entry, hvd.Compression)
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, model.named_parameters(), compression=chosen
-        )
+    model = make_model(args.tensors)
+    module, optimizer = distribute(entry, model, torch.optim.SGD(model.parameters(), lr=1e-3))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -112,6 +99,33 @@ def connect(entry: str, args: argparse.Namespace) -> tuple[Ranks, Callable[[], N
         optimizer.step()
 
     return ranks, step
+
+
+def distribute(entry: str, model: Any, optimizer: Any, warmup_steps: int = 0) -> tuple[Any, Any]:
+    """Return what computes the loss of a model, and what updates it, as a way has them."""
+    if entry == ALONE:
+        return model, optimizer
+    if entry not in (DDP, HOOK):
+        import hvdlite.torch as hvd
+
+        chosen = compressor(entry, hvd.Compression, warmup_steps)
+        return model, hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), compression=chosen
+        )
+    import torch
+
+    # The hook starts collectives in callbacks, whose order over several buckets differs between
+    # ranks: gloo then receives what it does not expect, and ends the job.
+    bucket = {"bucket_cap_mb": 1000} if entry == HOOK else {}
+    module = torch.nn.parallel.DistributedDataParallel(model, **bucket)
+    if entry == HOOK:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+        state = hook.PowerSGDState(
+            None, matrix_approximation_rank=4, start_powerSGD_iter=max(2, warmup_steps)
+        )
+        module.register_comm_hook(state, hook.powerSGD_hook)
+    return module, optimizer
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -139,14 +153,15 @@ def train(entry: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     sys.path.append(str(ROOT / "examples"))
     hvd.init()
     torch.set_num_threads(1)
-    chosen = compressor(entry, hvd.Compression, args.warmup_steps)
+    if entry in (DDP, HOOK):
+        GlooRanks(args.rank_file.with_suffix(".meeting"), hvd.size())
     (what,) = args.trainings
-    loss = TRAININGS[what](chosen, args)
+    loss = TRAININGS[what](partial(distribute, entry, warmup_steps=args.warmup_steps), args)
     say(f"{what}, {entry}: {loss:.4f}")
     return [{"entry": entry, "what": what, "loss": loss}] if hvd.rank() == 0 else []
 
 
-def train_digits(compression: Any, args: argparse.Namespace) -> float:
+def train_digits(distributed: Distribute, args: argparse.Namespace) -> float:
     """Train as `examples/torch_digits.py` does; return the mean loss of the last epoch."""
     import torch
     import torch_digits as digits
@@ -159,9 +174,7 @@ def train_digits(compression: Any, args: argparse.Namespace) -> float:
     data, _ = digits.load()
     batches = digits.share(data, 64 // hvd.size(), shuffle=True)
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=2e-3)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), compression=compression
-    )
+    module, optimizer = distributed(model, optimizer)
     losses: list[float] = []
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     for epoch in range(args.epochs):
@@ -169,7 +182,7 @@ def train_digits(compression: Any, args: argparse.Namespace) -> float:
         losses = []
         for images, labels in batches:
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss = torch.nn.functional.cross_entropy(module(images), labels)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -178,12 +191,10 @@ def train_digits(compression: Any, args: argparse.Namespace) -> float:
     return float(mean)
 
 
-def train_gpt(compression: Any, args: argparse.Namespace) -> float:
+def train_gpt(distributed: Distribute, args: argparse.Namespace) -> float:
     """Train as `examples/torch_gpt.py` does; return the loss of its validation."""
     import torch
     import torch_gpt as gpt
-
-    import hvdlite.torch as hvd
 
     options = argparse.Namespace(
         steps=args.steps, batch_size=16, context=64, lr=5e-3, seed=0, layers=4, width=128, heads=4
@@ -193,17 +204,18 @@ def train_gpt(compression: Any, args: argparse.Namespace) -> float:
     border = int(len(text) * (1 - gpt.VALIDATION_SHARE))
     model = gpt.GPT(4, 128, 4, 64)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), compression=compression
-    )
+    module, optimizer = distributed(model, optimizer)
+    synchronized: Any = contextlib.nullcontext
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = gpt.learning_rate(step, options)
         optimizer.zero_grad()
-        gpt.loss_of(model, *gpt.batch(text[:border], options, step)).backward()
-        optimizer.synchronize()
+        gpt.loss_of(module, *gpt.batch(text[:border], options, step)).backward()
+        if module is model:
+            optimizer.synchronize()
+            synchronized = optimizer.skip_synchronize
         torch.nn.utils.clip_grad_norm_(model.parameters(), gpt.GRADIENT_NORM)
-        with optimizer.skip_synchronize():
+        with synchronized():
             optimizer.step()
     return float(gpt.validate(model, text[border:], options))
 
@@ -255,7 +267,7 @@ def main() -> None:
     if args.rank_file:
         rank_main(args)
     elif args.only == TRAINING:
-        trained = [entry for entry in args.entries if entry not in (ALONE, DDP, HOOK)]
+        trained = [entry for entry in args.entries if entry not in (ALONE, DDP)]
         records = [
             record
             for what, entry in product(args.trainings, trained)
