@@ -19,7 +19,7 @@ from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.context import PREFIX, serve
 from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.tables.clocks import ASYNC, Mode
+from hvdlite.ps.tables.clocks import ASYNC
 from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
 from hvdlite.ps.worker.ordered_operations import until_settled
 from hvdlite.ps.worker.remote_rows import RemoteRows
@@ -99,7 +99,7 @@ class RawCalls:
         the number of workers that take part. In sync, `op` is Sum or Average of what all push.
         """
         worker, value = _worker(), self._array(array)
-        _start(worker, name, value, _options(mode, staleness, op, scale))
+        _start(worker, name, value, TableOptions.of(mode, staleness, op, scale))
 
     def start_rows(
         self, name: str, count: int, length: int, dtype: str = "float32", seed: int = 0,
@@ -113,7 +113,7 @@ class RawCalls:
         """
         worker = _worker()
         rows = RowsSpec(count, length, str(np.dtype(dtype_of(dtype))), seed, initializer, scale)
-        options = _options(mode, staleness, op)._replace(rows=rows.fields)
+        options = TableOptions.of(mode, staleness, op)._replace(rows=rows.fields)
         if PREFIX + name not in worker.named:
             worker.declare_rows(TensorSpec(PREFIX + name, rows.dtype, (count, length)), options)
 
@@ -126,7 +126,7 @@ class RawCalls:
         worker, value = _worker(), self._array(array)
         table = worker.named.get(PREFIX + name)
         if table is None:
-            options = _options(ASYNC, None, ReduceOp.SUM)
+            options = TableOptions.of(ASYNC, None, ReduceOp.SUM)
             known = worker.find(PREFIX + name)
             zeros = np.zeros_like(value)
             table = _start(worker, name, zeros, known[1] if known else options)
@@ -213,13 +213,6 @@ def _worker() -> Worker:
     if context.role() == "server":
         serve()
     return context.worker()
-
-
-def _options(mode: str, staleness: int | None, op: int, scale: str | None = None) -> TableOptions:
-    Mode(mode, staleness, scale)
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"op is {op!r}: a server averages what is pushed, or adds it up")
-    return TableOptions(mode, staleness, op == ReduceOp.AVERAGE, scale=scale)
 
 
 def _start(worker: Worker, name: str, value: Array, options: TableOptions) -> RawTable:

@@ -162,7 +162,7 @@ NAMED = [("weight", WEIGHT)]
         (SGD, NAMED, {"scale": "1/W"}, "leave it out, and give op=Average"),
         (SGD, NAMED, {"mode": "async", "scale": 0.5}, "scale is 0.5"),
         (SGD, NAMED, {"partition": "row"}, "partition is 'row'"),
-        (SGD, NAMED, {"op": 4}, "a server averages gradients or adds them up"),
+        (SGD, NAMED, {"op": 4}, "a server averages what is pushed, or adds it up"),
         (SGD, NAMED, {"backward_passes_per_step": 0}, "must be > 0, not 0"),
         (SGD, NAMED, {"parameters": ["bias*"]}, "parameters='bias\\*' matches no name"),
         (SGD, NAMED * 2, {}, "must be unique. Found duplicates: weight"),

@@ -22,9 +22,7 @@ from hvdlite.keras.subclass import save_as
 from hvdlite.ps import context
 from hvdlite.ps.context import serve
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
-from hvdlite.ps.layouts.layout import PART_BYTES
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.tables.clocks import Mode
 from hvdlite.ps.worker.remote_table import RemoteTable
 
 TABLE = "optimizer"
@@ -50,9 +48,7 @@ def DistributedOptimizer(  # noqa: N802
     not of Keras 3 or that was built already, for one that looks at whole variables or at all
     gradients, and for clipping by norms, averages of weights, accumulation and loss scaling.
     """
-    chosen = Mode(mode, staleness, scale)
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"op is {op!r}: a server averages gradients or adds them up")
+    options = TableOptions.of(mode, staleness, op, scale)
     kind = kind_of(optimizer)
     if kind.package != "keras":
         raise ValueError(f"servers step with an optimizer of Keras 3, not of {kind.package}")
@@ -60,8 +56,6 @@ def DistributedOptimizer(  # noqa: N802
     _check(optimizer)
     if context.role() == "server":
         serve(lambda _: KerasUpdater(optimizer))
-    average = op == ReduceOp.AVERAGE
-    options = TableOptions(chosen.name, chosen.staleness, average, PART_BYTES, scale=chosen.scale)
     patch_keras(kind)
     base: Any = type(optimizer)
     metaclass: Any = type(base)

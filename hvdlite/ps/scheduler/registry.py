@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.ps.layouts.blocks import TensorSpec, specs_of_words
 from hvdlite.ps.layouts.layout import PART_BYTES, Layout, Part, place
 from hvdlite.ps.tables.clocks import SYNC, Mode
@@ -25,6 +26,20 @@ class TableOptions(NamedTuple):
     part_bytes: int | None = PART_BYTES  # None: tensors are kept whole.
     rows: Sequence[Any] | None = None  # Of a table of rows: what they are.
     scale: str | None = None  # Of async and ssp: what each push is multiplied by.
+
+    @classmethod
+    def of(
+        cls, mode: str, staleness: int | None, op: int, scale: str | None = None,
+        partition: str = "element",
+    ) -> TableOptions:  # fmt: skip
+        """Return what the arguments of users ask for. Raises ValueError where they do not fit."""
+        Mode(mode, staleness, scale)
+        if partition not in ("element", "tensor"):
+            raise ValueError(f"partition is {partition!r}, which is neither 'element' nor 'tensor'")
+        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise ValueError(f"op is {op!r}: a server averages what is pushed, or adds it up")
+        part_bytes = PART_BYTES if partition == "element" else None
+        return cls(mode, staleness, op == ReduceOp.AVERAGE, part_bytes, scale=scale)
 
     @property
     def clock_mode(self) -> Mode:

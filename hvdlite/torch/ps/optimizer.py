@@ -13,9 +13,7 @@ from hvdlite.common.gradients.buckets import check_passes
 from hvdlite.ps import context
 from hvdlite.ps.context import new_store, serve
 from hvdlite.ps.layouts.blocks import TensorSpec
-from hvdlite.ps.layouts.layout import PART_BYTES
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.tables.clocks import Mode
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.torch.ps.embedding import ROWS
 from hvdlite.torch.ps.parameters import ReducedParameters, names_of, served_names, specs_of
@@ -59,11 +57,7 @@ def DistributedOptimizer(  # noqa: N802
 
     Raises `ValueError` for arguments that contradict each other.
     """
-    clocks = Mode(mode, staleness, scale)
-    if partition not in ("element", "tensor"):
-        raise ValueError(f"partition is {partition!r}, which is neither 'element' nor 'tensor'")
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"op is {op!r}: a server averages gradients or adds them up")
+    options = TableOptions.of(mode, staleness, op, scale, partition)
     check_passes(backward_passes_per_step)
     every = names_of(optimizer, named_parameters)
     names = served_names(every, parameters)
@@ -99,10 +93,6 @@ def DistributedOptimizer(  # noqa: N802
                 else _row_updater(optimizer, groups, described)
             )
         )
-    options = TableOptions(
-        clocks.name, clocks.staleness, op == ReduceOp.AVERAGE,
-        PART_BYTES if partition == "element" else None, scale=clocks.scale,
-    )  # fmt: skip
     base = type(optimizer)
     cls: Any = type(base.__name__, (PushingMixin, base), {"__module__": base.__module__})
     wrapped: Any = object.__new__(cls)
