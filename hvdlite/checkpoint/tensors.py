@@ -28,14 +28,12 @@ class Part(NamedTuple):
 
 @dataclass
 class Owner:
-    """An object with tensors in it, such as a model: a dict of them, and how it takes one back.
-
-    `install` returns None, or the object that replaces one which cannot be changed.
-    """
+    """An object with tensors in it, such as a model: a dict of them, and how it takes one back."""
 
     thing: Any
     tree: dict[Any, Any]
-    install: Callable[[dict[Any, Any]], Any]
+    install: Callable[[dict[Any, Any]], object]
+    is_replaced: bool = False  # by what `install` returns, as it cannot be changed
     # The names of tensors in the tree, with the names in the state of those they are cut like.
     follows: Mapping[str, str] = field(default_factory=dict)
     # The layouts of tensors in the tree that are never whole, by their names there.

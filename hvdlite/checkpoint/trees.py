@@ -93,8 +93,8 @@ def fill(
     Dicts and lists are changed in place. `tree` is the expanded state.
     """
     if isinstance(tree, Owner):
-        other = tree.install(fill(tree.tree, tree.expanded, found, tensors, name))
-        return original if other is None else other
+        installed = tree.install(fill(tree.tree, tree.expanded, found, tensors, name))
+        return installed if tree.is_replaced else original
     if isinstance(tree, dict):
         for key, value in tree.items():
             original[key] = fill(original[key], value, found, tensors, _join(name, key))

@@ -45,9 +45,11 @@ class JaxTensors(Tensors):
         if jax.tree_util.treedef_is_leaf(structure):
             return super().owner(thing, context)
         tree = {_key(path): child for path, child in children}
-        return Owner(
-            thing, tree, lambda found: jax.tree_util.tree_unflatten(structure, [*found.values()])
-        )
+
+        def rebuilt(found: dict[Any, Any]) -> Any:
+            return jax.tree_util.tree_unflatten(structure, [*found.values()])
+
+        return Owner(thing, tree, rebuilt, is_replaced=True)
 
     def store(self, tensor: Any, values: Array) -> Any:
         """Return a new array of JAX in the place of one; see `Tensors`."""

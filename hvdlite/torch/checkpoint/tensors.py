@@ -79,7 +79,7 @@ class TorchTensors(Tensors):
         if isinstance(thing, torch.optim.Optimizer):
             return optimizer_state(thing, context, self.whole.get(id(thing)))
         if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
-            return Owner(thing, dict(thing.state_dict()), _install_in(thing))
+            return Owner(thing, dict(thing.state_dict()), thing.load_state_dict)
         return None
 
     def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
@@ -106,13 +106,6 @@ def _module(module: torch.nn.Module) -> Owner:
             module.load_state_dict(loaded)
 
     return Owner(module, tree, install)
-
-
-def _install_in(thing: Any) -> Callable[[dict[str, Any]], None]:
-    def install(loaded: dict[str, Any]) -> None:
-        thing.load_state_dict(loaded)  # May return something, as that of a module does.
-
-    return install
 
 
 def is_dtensor(value: Any) -> TypeGuard[Any]:
@@ -205,7 +198,7 @@ def optimizer_state(
             new["compression"] = compression.restored(loaded[compression.KEY])
         optimizer.load_state_dict(new)
 
-    return Owner(optimizer, tree | entries, install, follows, layouts)
+    return Owner(optimizer, tree | entries, install, follows=follows, layouts=layouts)
 
 
 def _named_parameters(state: Any, prefix: str) -> Iterator[tuple[int, str]]:
