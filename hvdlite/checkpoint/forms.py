@@ -17,17 +17,6 @@ from hvdlite.checkpoint.trees import flat_layouts, gathered
 from hvdlite.common.layouts.layout import Layout, whole
 from hvdlite.common.layouts.transfer import ranks_needed
 
-# The names that a module of checkpoints has beside `Layout`, whatever its framework.
-PUBLIC = [
-    "consolidate",
-    "infer_layout",
-    "infer_predict_layout",
-    "load",
-    "load_distributed_checkpoint",
-    "ranks_needed",
-    "save",
-]
-
 PathLike = str | os.PathLike[str]
 Layouts = Mapping[str, Any]
 

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from hvdlite.checkpoint import compression
-from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
+from hvdlite.checkpoint import compression, public
+from hvdlite.checkpoint.forms import CheckpointForms
+from hvdlite.checkpoint.public import *  # noqa: F403
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Tensors
-from hvdlite.common.layouts.layout import Layout
 from hvdlite.jax.trees import from_host, is_key, remembers, to_host
 
 
@@ -78,14 +78,5 @@ def _key(path: Any) -> Any:
     return next(getattr(entry, word) for word in ("name", "key", "idx") if hasattr(entry, word))
 
 
-_forms = CheckpointForms(JaxTensors())
-
-save = _forms.save
-load = _forms.load
-consolidate = _forms.consolidate
-infer_layout = _forms.infer_layout
-infer_predict_layout = _forms.infer_predict_layout
-ranks_needed = _forms.ranks_needed
-load_distributed_checkpoint = _forms.load_distributed_checkpoint
-
-__all__ = ["Layout", *PUBLIC]  # noqa: PLE0604 - they are strings
+globals().update(public.functions_of(CheckpointForms(JaxTensors())))
+__all__ = [*public.__all__]  # noqa: PLE0604 - they are strings

@@ -70,16 +70,10 @@ class FoundTable(RawTable):
     first_version = -2
 
 
-def _same(array: Array) -> Array:
-    return array
-
-
 class RawCalls:
     """The calls for one framework. `array` makes an array of a tensor, and `tensor` the reverse."""
 
-    def __init__(
-        self, array: Callable[[Any], Array] = np.asarray, tensor: Callable[[Array], Any] = _same
-    ) -> None:
+    def __init__(self, array: Callable[[Any], Array], tensor: Callable[[Array], Any]) -> None:
         self._array, self._tensor = array, tensor
         self._handles = HandleTable()
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
+from hvdlite.checkpoint import public
+from hvdlite.checkpoint.forms import CheckpointForms
+from hvdlite.checkpoint.public import *  # noqa: F403
 from hvdlite.checkpoint.tensors import Array, VariableTensors
-from hvdlite.common.layouts.layout import Layout
 
 
 class TensorFlowTensors(VariableTensors):
@@ -40,14 +41,5 @@ class TensorFlowTensors(VariableTensors):
         return super().store(tensor, values)
 
 
-_forms = CheckpointForms(TensorFlowTensors())
-
-save = _forms.save
-load = _forms.load
-consolidate = _forms.consolidate
-infer_layout = _forms.infer_layout
-infer_predict_layout = _forms.infer_predict_layout
-ranks_needed = _forms.ranks_needed
-load_distributed_checkpoint = _forms.load_distributed_checkpoint
-
-__all__ = ["Layout", *PUBLIC]  # noqa: PLE0604 - they are strings
+globals().update(public.functions_of(CheckpointForms(TensorFlowTensors())))
+__all__ = [*public.__all__]  # noqa: PLE0604 - they are strings

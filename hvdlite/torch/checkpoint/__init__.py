@@ -14,11 +14,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvdlite.checkpoint import trees
-from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
+from hvdlite.checkpoint import public, trees
+from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.job import in_turn, together
 from hvdlite.checkpoint.loading import Options
 from hvdlite.checkpoint.manifest import MANIFEST, Folder
+from hvdlite.checkpoint.public import *  # noqa: F403
 from hvdlite.checkpoint.tensors import Owner, Tensors
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor
@@ -105,15 +106,5 @@ def _is_of_dcp(folder: Folder) -> bool:
     return not (path / MANIFEST).is_file()
 
 
-_forms = TorchForms()
-
-save = _forms.save
-load = _forms.load
-consolidate = _forms.consolidate
-infer_layout = _forms.infer_layout
-infer_predict_layout = _forms.infer_predict_layout
-ranks_needed = _forms.ranks_needed
-load_distributed_checkpoint = _forms.load_distributed_checkpoint
-
-
-__all__ = ["Layout", *PUBLIC]  # noqa: PLE0604 - they are strings
+globals().update(public.functions_of(TorchForms()))
+__all__ = [*public.__all__]  # noqa: PLE0604 - they are strings
