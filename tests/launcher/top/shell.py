@@ -130,6 +130,7 @@ def main() -> None:
     faulthandler.register(signal.SIGALRM, chain=True)  # In jobs, too: it says what they wait for.
     signal.alarm(LIMIT_SECONDS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Of SIGQUIT.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # Ignored where tests run in the background.
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     begin_and_take_to_the_foreground()
