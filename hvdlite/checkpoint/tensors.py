@@ -28,11 +28,14 @@ class Part(NamedTuple):
 
 @dataclass
 class Owner:
-    """An object with tensors in it, such as a model: a dict of them, and how it takes one back."""
+    """An object with tensors in it, such as a model: a dict of them, and how it takes one back.
+
+    Instead of a dict it may have one tensor, under its own name.
+    """
 
     thing: Any
-    tree: dict[Any, Any]
-    install: Callable[[dict[Any, Any]], object]
+    tree: Any
+    install: Callable[[Any], object]
     is_replaced: bool = False  # by what `install` returns, as it cannot be changed
     # The names of tensors in the tree, with the names in the state of those they are cut like.
     follows: Mapping[str, str] = field(default_factory=dict)
@@ -85,6 +88,13 @@ class Tensors:
     def owner(self, thing: Any, context: Context) -> Owner | None:
         """Return the tensors of an object that has some; None for any other."""
         return None
+
+    def parts(self, thing: Any) -> Mapping[Any, Any]:
+        """Return what is in a thing that is no dict and no list, where there may be divided ones.
+
+        The names are the same on all ranks.
+        """
+        return {}
 
     def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
         """Return what gathers the whole state of an object that is divided; None for any other.
@@ -150,8 +160,8 @@ class VariableTensors(Tensors):
 
         Raises `ValueError` for one that has not been built: its variables do not exist yet.
         """
-        if isinstance(thing, type) or not hasattr(thing, "variables"):
-            return None
+        if isinstance(thing, (type, Mapping, list, tuple)) or not hasattr(thing, "variables"):
+            return None  # Dicts and lists of models are what is in them.
         if not getattr(thing, "built", True):
             raise ValueError(
                 f"the {type(thing).__name__} {getattr(thing, 'name', '')!r} has no variables yet: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.checkpoint.job import check_same, together
@@ -31,6 +31,13 @@ def expand(state: Any, tensors: Tensors, manifest: Manifest | None) -> Any:
 
 
 def _expand(tree: Any, name: str, tensors: Tensors, state: Any, manifest: Manifest | None) -> Any:
+    if tensors.is_tensor(tree):
+        return tree
+    # Before it is looked at as a dict or a list: it may be one that cannot be changed.
+    owner = tensors.owner(tree, Context(state, f"{name}." if name else "", manifest))
+    if owner is not None:
+        owner.expanded = _expand(owner.tree, name, tensors, state, manifest)
+        return owner
     if isinstance(tree, Mapping):
         return {
             key: _expand(value, _join(name, key), tensors, state, manifest)
@@ -41,13 +48,7 @@ def _expand(tree: Any, name: str, tensors: Tensors, state: Any, manifest: Manife
             _expand(value, _join(name, index), tensors, state, manifest)
             for index, value in enumerate(tree)
         ]
-    if tensors.is_tensor(tree):
-        return tree
-    owner = tensors.owner(tree, Context(state, f"{name}." if name else "", manifest))
-    if owner is None:
-        return tree
-    owner.expanded = _expand(owner.tree, name, tensors, state, manifest)
-    return owner
+    return tree
 
 
 def leaves(tree: Any, tensors: Tensors, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -180,7 +181,7 @@ def gathered(what: str, state: Any, tensors: Tensors) -> Tensors:
     things: dict[str, Any] = {}
 
     def look() -> bytes:
-        for name, thing in _things(state, ""):
+        for name, thing in _things(state, "", tensors):
             gather = tensors.gather_of(thing, name)
             if gather is not None:
                 found[name], things[name] = gather, thing
@@ -195,16 +196,17 @@ def gathered(what: str, state: Any, tensors: Tensors) -> Tensors:
     return result
 
 
-def _things(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _things(tree: Any, name: str, tensors: Tensors) -> Iterator[tuple[str, Any]]:
     """Yield all that a state holds, on every level, with the names."""
     yield name or "the state", tree
-    prefix = f"{name}." if name else ""
     if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _things(value, f"{prefix}{key}")
+        children: Iterable[tuple[Any, Any]] = tree.items()
     elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from _things(value, f"{prefix}{index}")
+        children = enumerate(tree)
+    else:
+        children = tensors.parts(tree).items()
+    for key, value in children:
+        yield from _things(value, _join(name, key), tensors)
 
 
 # The layouts that a user gives for the tensors of a state, and what follows from them.

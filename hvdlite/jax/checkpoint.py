@@ -8,6 +8,7 @@ Arrays do not change: what `load` returns has the new ones.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -35,16 +36,17 @@ class JaxTensors(Tensors):
     def owner(self, thing: Any, context: Context) -> Owner | None:
         """Return the parts of a node of a pytree, such as a state of optax or flax.
 
-        Of a distributed optimizer, that is what its compression has not sent.
+        Dicts, lists and tuples have names already. Of a distributed optimizer, that is what its
+        compression has not sent.
         """
         if remembers(thing):
             return _compression(thing, context)
-        children, structure = jax.tree_util.tree_flatten_with_path(
-            thing, is_leaf=lambda each: each is not thing
-        )
-        if jax.tree_util.treedef_is_leaf(structure):
+        found = _children(thing)
+        if found is None:
             return super().owner(thing, context)
-        tree = {_key(path): child for path, child in children}
+        children, structure = found
+        # Dicts in it are changed while they are loaded, and what holds them may be immutable.
+        tree = {name: _with_new_dicts(child) for name, child in children.items()}
 
         def rebuilt(found: dict[Any, Any]) -> Any:
             return jax.tree_util.tree_unflatten(structure, [*found.values()])
@@ -70,6 +72,26 @@ def _compression(optimizer: Any, context: Context) -> Owner:
             optimizer.load_compression_state(compression.restored(loaded[compression.KEY]))
 
     return Owner(optimizer, dict(entries), install, layouts=layouts)
+
+
+def _children(thing: Any) -> tuple[dict[Any, Any], Any] | None:
+    """Return what is in a node of a pytree, and its structure; None for a leaf, or a container."""
+    if isinstance(thing, (dict, list, type(None))) or type(thing) is tuple:
+        return None
+    if jax.tree_util.all_leaves([thing]):
+        return None
+    children, structure = jax.tree_util.tree_flatten_with_path(
+        thing, is_leaf=lambda each: each is not thing
+    )
+    return {_key(path): child for path, child in children}, structure
+
+
+def _with_new_dicts(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        new = copy.copy(tree)
+        new.update({key: _with_new_dicts(each) for key, each in tree.items()})
+        return new
+    return type(tree)(map(_with_new_dicts, tree)) if type(tree) in (list, tuple) else tree
 
 
 def _key(path: Any) -> Any:
