@@ -9,6 +9,7 @@ Arrays do not change: what `load` returns has the new ones.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from hvdlite.checkpoint import compression, public
 from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.public import *  # noqa: F403
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Tensors
+from hvdlite.jax.shards import Shard, gather, is_shard
 from hvdlite.jax.trees import from_host, is_key, remembers, to_host
 
 
@@ -37,10 +39,12 @@ class JaxTensors(Tensors):
         """Return the parts of a node of a pytree, such as a state of optax or flax.
 
         Dicts, lists and tuples have names already. Of a distributed optimizer, that is what its
-        compression has not sent.
+        compression has not sent; of a part of an array, the whole one.
         """
         if remembers(thing):
             return _compression(thing, context)
+        if is_shard(thing):
+            return _whole(thing, context, self.whole.get(id(thing)))
         found = _children(thing)
         if found is None:
             return super().owner(thing, context)
@@ -52,6 +56,17 @@ class JaxTensors(Tensors):
             return jax.tree_util.tree_unflatten(structure, [*found.values()])
 
         return Owner(thing, tree, rebuilt, is_replaced=True)
+
+    def parts(self, thing: Any) -> Mapping[Any, Any]:
+        """Return what is in a node of a pytree, by its names."""
+        found = _children(thing)
+        return {} if found is None else found[0]
+
+    def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
+        """Return what gathers an array of which each rank has a part, by ``shard_state=True``."""
+        if not is_shard(thing):
+            return None
+        return lambda: gather({name: thing})[name]
 
     def store(self, tensor: Any, values: Array) -> Any:
         """Return a new array of JAX in the place of one; see `Tensors`."""
@@ -72,6 +87,15 @@ def _compression(optimizer: Any, context: Context) -> Owner:
             optimizer.load_compression_state(compression.restored(loaded[compression.KEY]))
 
     return Owner(optimizer, dict(entries), install, layouts=layouts)
+
+
+def _whole(shard: Shard, context: Context, whole: Array | None) -> Owner:
+    if whole is None:
+        raise ValueError(
+            f"each rank has another part of '{context.prefix.removesuffix('.')}', by "
+            "shard_state=True: give optimizer.consolidate(state)"
+        )
+    return Owner(shard, whole, shard.of_whole, is_replaced=True)
 
 
 def _children(thing: Any) -> tuple[dict[Any, Any], Any] | None:

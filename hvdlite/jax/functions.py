@@ -11,6 +11,7 @@ from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.jax.shards import is_shard
 from hvdlite.jax.trees import from_host, is_array, to_host
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
@@ -25,10 +26,11 @@ def broadcast_parameters(
     """Return the pytree with the arrays of the global rank `root_rank`; blocks.
 
     `params` is any pytree, such as parameters or the state of an optimizer, of the same structure,
-    shapes and dtypes on all ranks. Leaves that are no arrays stay as they are. Arrays stay on the
-    devices on which they are. Raises `ValueError` for arrays that are traced.
+    shapes and dtypes on all ranks. Leaves that are no arrays stay as they are, and so do parts of a
+    state that is divided among the ranks. Arrays stay on the devices on which they are. Raises
+    `ValueError` for arrays that are traced.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_shard)
     if any(isinstance(leaf, jax.core.Tracer) for _, leaf in leaves):
         raise ValueError(
             "broadcast_parameters needs values, and these are traced: call it outside of jax.jit, "

@@ -20,6 +20,8 @@ from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.jax.compression import Compression
 from hvdlite.jax.gradients import Reducer
 from hvdlite.jax.order import wait_for_programs
+from hvdlite.jax.sharded_state import sharded
+from hvdlite.jax.shards import consolidated, is_shard
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
@@ -51,6 +53,29 @@ class Transformation(optax.GradientTransformationExtraArgs):
         wait_for_programs()
         self._reducer.load_compression_state(saved)
 
+    def consolidate(self, state: Any) -> Any:
+        """Return a state that is divided among ranks as one process would have it; blocks.
+
+        All ranks call it. It fits optimizers without shards, and `adopt` on any number of ranks.
+        Raises `RuntimeError` where the ranks have changed since the state was made.
+        """
+        wait_for_programs()
+        return consolidated(state)
+
+    def adopt(self, state: Any, params: Any) -> Any:
+        """Return this rank's part of a whole state, of the optimizer for these parameters.
+
+        Without ``shard_state=True`` that is all of it. Raises `ValueError` for another state.
+        """
+        places, structure = jax.tree_util.tree_flatten(
+            jax.eval_shape(self.init, params), is_leaf=is_shard
+        )
+        found = [
+            place.of_whole(jnp.asarray(part)) if is_shard(place) else part
+            for place, part in zip(places, structure.flatten_up_to(state), strict=True)
+        ]
+        return structure.unflatten(found)
+
 
 @explain_arguments
 def DistributedOptimizer(  # noqa: N802
@@ -63,8 +88,9 @@ def DistributedOptimizer(  # noqa: N802
     groups: int | Sequence[Sequence[str]] | None = None,
     process_set: ProcessSet = global_process_set,
     segmentation: str | Strategy | None = None,
+    shard_state: bool = False,
     **fusion: Any,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Return the optimizer behind a reduction of the gradients over all ranks.
 
     ``update`` reduces them, in one exchange in which each starts as soon as it is computed, and
@@ -77,6 +103,8 @@ def DistributedOptimizer(  # noqa: N802
     - `op`: Average, Sum, Min, Max, Product or Adasum.
     - `groups`: how many groups, or lists of paths as `jax.tree_util.keystr` spells them: gradients
       that are reduced together.
+    - `shard_state`: each rank has a part of the optimizer's state, and steps over it: for
+      optimizers that treat each element on its own. See `Transformation.consolidate`.
     (what hvdlite.common.gradients.arguments tells of all others)
 
     Raises `ValueError` for arguments that contradict each other.
@@ -91,6 +119,21 @@ def DistributedOptimizer(  # noqa: N802
     )  # fmt: skip
     reducer = Reducer("DistributedOptimizer", reduction, resolve_groups(0, groups))
     inner = optax.with_extra_args_support(optimizer)
+    if shard_state:
+        if groups is not None:
+            raise ValueError("shard_state=True: groups have no place where gradients are cut")
+        exchanging = sharded(inner, reduction)
+    else:
+        exchanging = _reducing(inner, reducer)
+    if backward_passes_per_step > 1:
+        exchanging = _in_passes(exchanging, backward_passes_per_step, average_aggregated_gradients)
+    return Transformation.of(exchanging, reducer)
+
+
+def _reducing(
+    inner: optax.GradientTransformationExtraArgs, reducer: Reducer
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer behind a reduction of the gradients."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         stepped: tuple[Any, Any] = inner.update(
@@ -98,13 +141,7 @@ def DistributedOptimizer(  # noqa: N802
         )
         return stepped
 
-    distributed = Transformation.of(
-        optax.GradientTransformationExtraArgs(inner.init, update), reducer
-    )
-    if backward_passes_per_step == 1:
-        return distributed
-    passes = _in_passes(distributed, backward_passes_per_step, average_aggregated_gradients)
-    return Transformation.of(passes, reducer)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _in_passes(

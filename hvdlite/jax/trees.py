@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,7 +44,9 @@ def from_host(values: Array, like: Any) -> Any:
     return jax.device_put(jnp.array(values), None if like.is_deleted() else like.sharding)
 
 
-def named_arrays(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def named_arrays(
+    tree: Any, prefix: str = "", is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
     """Return the arrays among the leaves of a pytree, each with its path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(prefix + jax.tree_util.keystr(path), leaf) for path, leaf in leaves if is_array(leaf)]

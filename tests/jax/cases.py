@@ -20,7 +20,9 @@ import hvdlite
 
 RANKS = 3
 Case = Callable[[int], Any]  # From the rank.
-MODULES = ("test_collectives", "test_training", "test_elastic", "test_errors")
+MODULES = (
+    "test_collectives", "test_training", "test_sharded_state", "test_elastic", "test_errors",
+)  # fmt: skip
 # Quickly compiled code does for small arrays.
 ENV = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 

@@ -114,3 +114,26 @@ def test_what_torch_has_saved_is_loaded(tmp_path: Path) -> None:
         same(each["params"]["dense"]["kernel"], weights.numpy(), 0)
         same(each["params"]["dense"]["bias"], np.arange(3.0), 0)
         assert type(each["params"]) is type(begun["params"])
+
+
+def test_parts_in_a_node_are_gathered(tmp_path: Path) -> None:
+    """A state that is divided, in the state of flax."""
+    training = pytest.importorskip("flax.training.train_state")
+    params = {"w": jnp.arange(5.0)}
+
+    def state_of(optimizer: Any) -> Any:
+        train = training.TrainState.create(apply_fn=len, params=params, tx=optimizer)
+        return train.apply_gradients(grads={"w": jnp.arange(5.0) + 1})
+
+    def save(rank: int) -> None:
+        optimizer = hvd.DistributedOptimizer(optax.adam(1e-2), shard_state=True)
+        hvd.checkpoint.save(tmp_path / "state", {"train": state_of(optimizer)})
+
+    run_ranks(2, save)
+    begun = {"train": state_of(optax.adam(1e-2)).replace(params={"w": jnp.zeros(5)})}
+    moments = begun["train"].opt_state[0]
+    empty = moments._replace(mu={"w": jnp.zeros(5)}, nu={"w": jnp.zeros(5)})
+    begun["train"] = begun["train"].replace(opt_state=(empty, *begun["train"].opt_state[1:]))
+    found = hvd.checkpoint.load(tmp_path / "state", begun)
+    same(found["train"].opt_state, state_of(optax.adam(1e-2)).opt_state, 1e-6)
+    same(found["train"].params, state_of(optax.adam(1e-2)).params, 1e-6)

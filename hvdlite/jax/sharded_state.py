@@ -1,0 +1,281 @@
+"""``DistributedOptimizer(..., shard_state=True)``: each rank has a part of the optimizer's state.
+
+gradients -> reducescatter -> the optimizer's update of this rank's part of each -> allgather of
+the updates. The optimizer sees a pytree of the same structure, with a `Shard` for each array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.buckets import ENOUGH_BYTES, ReductionConfig
+from hvdlite.common.plain.lists import split_by_bytes
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.jax import mpi_ops
+from hvdlite.jax.compression import Compression
+from hvdlite.jax.shards import Cut, Shard, has_shards, is_shard
+
+Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
+_NEED = (
+    "shard_state=True updates a part of each parameter, so that it needs a transformation that "
+    "treats each element on its own, as sgd, adam and adamw do; those that look at norms, shapes "
+    "or several elements (clip_by_global_norm, lamb, lars, adafactor, a mask by ndim ...) do not. "
+    "Leave shard_state out"
+)
+_SHAPES = {"kernel": (3, 4), "bias": (5,), "scale": (2, 2, 2)}
+_SCALES = (1.0, 1e3, np.nan)  # Of the gradients of a trial's steps: one has a value that is none.
+_MEMBERS = 2  # among whom a trial cuts
+
+
+def sharded(optimizer: Optimizer, reduction: ReductionConfig) -> Optimizer:
+    """Return the optimizer with a state of which each rank has a part.
+
+    Raises `ValueError` where its update, or the reduction, cannot be cut.
+    """
+    _check_reduction(reduction)
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in _SHAPES.items()}
+    try:
+        differs = _differs(optimizer, shapes)
+    except Exception:
+        differs = False  # It may be for parameters of other names: `init` knows these.
+    if differs:
+        raise ValueError(f"an update of parts gives other values than one of the whole: {_NEED}")
+
+    def init(params: Any) -> Any:
+        if not reduction.active:
+            return optimizer.init(params)
+        _check_elementwise(optimizer, params, reduction.process_set)
+        return optimizer.init(_cut(params, reduction.process_set))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if not reduction.active:
+            stepped: tuple[Any, Any] = optimizer.update(updates, state, params, **extra)
+            return stepped
+        _check_state(optimizer, state, updates, reduction.process_set)
+        own = None if params is None else _cut(params, reduction.process_set)
+        shards = _reduced(updates, reduction)
+        changes, following = optimizer.update(shards, state, own, **extra)
+        return _gathered(changes, reduction.process_set), following
+
+    return Optimizer(init, update)
+
+
+def _cut(tree: Any, process_set: ProcessSet) -> Any:
+    """Return this rank's parts of the arrays of a pytree."""
+
+    def one(leaf: Any) -> Shard:
+        array = jnp.asarray(leaf)
+        cut = Cut.of(array.shape, process_set)
+        return Shard(cut.own(array), cut)
+
+    return jax.tree_util.tree_map(one, tree)
+
+
+# -- the exchange
+
+
+def _in_groups(
+    leaves: Sequence[tuple[Any, Any]],
+    collective: Callable[[Sequence[Any], str], Sequence[Any]],
+    what: str,
+) -> list[Any]:
+    """Return what a collective makes of arrays, which have their paths, in groups of some MiB.
+
+    Groups are the same on all ranks. The last gradients are the first that backward computes.
+    """
+    found: list[Any] = []
+    for group in split_by_bytes(leaves[::-1], _nbytes, ENOUGH_BYTES):
+        path = jax.tree_util.keystr(group[0][0])
+        name = f"DistributedOptimizer.{what}.{path}"
+        found += collective([array for _, array in group], name)
+    return found[::-1]
+
+
+def _nbytes(leaf: tuple[Any, Any]) -> int:
+    return int(leaf[1].size) * int(leaf[1].dtype.itemsize)
+
+
+def _reduced(gradients: Any, reduction: ReductionConfig) -> Any:
+    """Return this rank's parts of the reduced gradients."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
+    arrays = [(path, jnp.asarray(leaf)) for path, leaf in leaves]
+    cuts = [Cut.of(array.shape, reduction.process_set) for _, array in arrays]
+    rows = [(path, cut.in_a_row(each)) for (path, each), cut in zip(arrays, cuts, strict=True)]
+
+    def reducescatter(group: Sequence[Any], name: str) -> Sequence[Any]:
+        scaling = reduction.scaling
+        return mpi_ops.grouped_reducescatter(
+            group, name, reduction.compression, scaling.op, reduction.process_set,  # type: ignore[arg-type]
+            scaling.prescale_factor, scaling.postscale_factor,
+        )  # fmt: skip
+
+    parts = _in_groups(rows, reducescatter, "gradients")
+    return structure.unflatten([*map(Shard, parts, cuts)])
+
+
+def _gathered(updates: Any, process_set: ProcessSet) -> Any:
+    """Return the whole updates from the parts of all ranks."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_shard)
+
+    def allgather(group: Sequence[Any], name: str) -> Sequence[Any]:
+        return mpi_ops.grouped_allgather(group, name, process_set)
+
+    rows = _in_groups([(path, leaf.values) for path, leaf in leaves], allgather, "updates")
+    return structure.unflatten(
+        [leaf.cut.whole(row) for (_, leaf), row in zip(leaves, rows, strict=True)]
+    )
+
+
+# -- what is refused
+
+
+def _check_reduction(reduction: ReductionConfig) -> None:
+    op, compression = reduction.scaling.op, reduction.compression
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"shard_state=True: op must be Average or Sum, not {op.name.capitalize()}")
+    if compression not in (Compression.none, Compression.fp16, Compression.bf16):
+        raise ValueError(
+            f"shard_state=True: {compression} compresses gradient by gradient, and each rank gets "
+            "a part of them: use Compression.none, fp16 or bf16"
+        )
+    if reduction.segmentation is not None:
+        raise ValueError("shard_state=True: a segmentation has no place where gradients are cut")
+
+
+def _check_state(optimizer: Optimizer, state: Any, gradients: Any, process_set: ProcessSet) -> None:
+    """Raise `RuntimeError` for a state of other ranks, and `ValueError` for one that is whole."""
+    for leaf in jax.tree_util.tree_leaves(state, is_leaf=is_shard):
+        if is_shard(leaf):
+            leaf.cut.check()
+            return
+    if has_shards(jax.eval_shape(lambda each: optimizer.init(_cut(each, process_set)), gradients)):
+        raise ValueError(
+            "shard_state=True: the state is whole, and each rank needs its part: take that of this "
+            "optimizer's init(params), or adopt(state, params)"
+        )
+
+
+def _check_elementwise(optimizer: Optimizer, params: Any, process_set: ProcessSet) -> None:
+    """Raise `ValueError` if parts of the state cannot make up the state of these parameters.
+
+    Shapes are compared, and the values of a few updates of small parameters of the same names.
+    """
+    outlines = jax.tree_util.tree_map(
+        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params
+    )
+    whole = jax.eval_shape(optimizer.init, outlines)
+    parts = jax.eval_shape(lambda each: optimizer.init(_cut(each, process_set)), outlines)
+    shapes = jax.tree_util.tree_map(_shape_of_whole, parts, is_leaf=is_shard)
+    wanted = jax.tree_util.tree_map(lambda leaf: str((leaf.shape, leaf.dtype)), whole)
+    if jax.tree_util.tree_flatten(shapes) != jax.tree_util.tree_flatten(wanted):
+        raise ValueError(f"the state has arrays that do not follow the parameters: {_NEED}")
+    try:
+        with jax.ensure_compile_time_eval():
+            differs = _differs(optimizer, outlines)
+    except Exception as error:
+        raise ValueError(
+            f"an update of parts raises {type(error).__name__}: {error}: {_NEED}"
+        ) from error
+    if differs:
+        raise ValueError(f"an update of parts gives other values than one of the whole: {_NEED}")
+
+
+def _shape_of_whole(leaf: Any) -> str:
+    if not is_shard(leaf):
+        return str((leaf.shape, leaf.dtype))
+    return str((leaf.cut.shape if leaf.is_cut else leaf.values.shape, leaf.values.dtype))
+
+
+def _differs(optimizer: Optimizer, outlines: Any) -> bool:
+    """Return whether two ranks, with a part each, come to something else than one does alone."""
+    random = np.random.default_rng(1)
+    params = jax.tree_util.tree_map(lambda each: _sample(each, random), outlines)
+    gradients = [_gradients(params, scale, random) for scale in _SCALES]
+    whole = _train(optimizer, params, gradients, lambda tree: tree)
+    of_ranks = [
+        _train(optimizer, params, gradients, partial(_cut_in_trial, rank=rank))
+        for rank in range(_MEMBERS)
+    ]
+    return not all(_same(whole, _joined(first, of_ranks)) for first in of_ranks)
+
+
+def _sample(outline: Any, random: np.random.Generator) -> Any:
+    """Return a small array of as many dimensions."""
+    shape = tuple(min(length, 3) for length in outline.shape)
+    if jnp.issubdtype(outline.dtype, jnp.complexfloating):
+        return jnp.asarray(
+            random.normal(size=shape) + 1j * random.normal(size=shape), jnp.complex64
+        )
+    if jnp.issubdtype(outline.dtype, jnp.floating):
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
+    return jnp.ones(shape, outline.dtype)
+
+
+def _gradients(params: Any, scale: float, random: np.random.Generator) -> Any:
+    def one(leaf: Any) -> Any:
+        values = random.normal(size=leaf.shape) * (1.0 if np.isnan(scale) else scale)
+        if np.isnan(scale) and values.size and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            values.flat[0] = np.nan
+        return jnp.asarray(values, leaf.dtype)
+
+    return jax.tree_util.tree_map(one, params)
+
+
+def _cut_in_trial(tree: Any, rank: int) -> Any:
+    def one(leaf: Any) -> Shard:
+        cut = Cut(leaf.shape, rank, _MEMBERS, global_process_set)
+        return Shard(cut.own(leaf), cut)
+
+    return jax.tree_util.tree_map(one, tree)
+
+
+def _train(
+    optimizer: Optimizer, params: Any, gradients: Sequence[Any], cut: Callable[[Any], Any]
+) -> Any:
+    """Return all updates, and all states."""
+    own = cut(params)
+    state = optimizer.init(own)
+    found = []
+    for each in gradients:
+        updates, state = optimizer.update(cut(each), state, own)
+        own = optax.apply_updates(own, updates)
+        found.append((updates, state))
+    return found
+
+
+def _joined(first: Any, of_ranks: Sequence[Any]) -> Any:
+    """Return the parts of all ranks put together; what is one for all parts is that of `first`."""
+    leaves, structure = jax.tree_util.tree_flatten(first, is_leaf=is_shard)
+    parts = [jax.tree_util.tree_leaves(each, is_leaf=is_shard) for each in of_ranks]
+    joined = [
+        leaf if not is_shard(leaf)
+        else leaf.cut.whole(jnp.concatenate([each.values for each in of_leaf]))
+        if leaf.is_cut
+        else leaf.values
+        for leaf, *of_leaf in zip(leaves, *parts, strict=True)
+    ]  # fmt: skip
+    return structure.unflatten(joined)
+
+
+def _same(one: Any, other: Any) -> bool:
+    leaves, structure = jax.tree_util.tree_flatten(one)
+    others, of_other = jax.tree_util.tree_flatten(other)
+    return structure == of_other and all(
+        np.shape(a) == np.shape(b)
+        and np.allclose(_numbers(a), _numbers(b), rtol=1e-5, atol=1e-7, equal_nan=True)
+        for a, b in zip(leaves, others, strict=True)
+    )
+
+
+def _numbers(leaf: Any) -> Any:
+    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).astype(np.complex128)
