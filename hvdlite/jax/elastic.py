@@ -27,7 +27,7 @@ from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import rank
 from hvdlite.jax.order import forget_programs, wait_for_programs
-from hvdlite.jax.saved import Saved, kinds
+from hvdlite.jax.saved import OPTIMIZER, Saved
 from hvdlite.jax.shards import is_shard
 from hvdlite.jax.trees import named_arrays, to_host
 
@@ -68,8 +68,8 @@ class JaxState(ObjectState):
     may get them to overwrite (``donate_argnums``), and come back as new ones. Other leaves are
     copied as in `ObjectState`. A state of ``shard_state=True`` is gathered from all ranks in each
     save, and divided anew in another world. Programs are compiled anew there, as they contain the
-    rank and the number of ranks. Raises as `ObjectState` does, and `ValueError` in a sync where
-    ranks have other arrays.
+    rank and the number of ranks. Raises as `ObjectState` does, and `ValueError` in the first sync
+    of a job where ranks have other arrays.
     """
 
     _saved: Saved
@@ -99,9 +99,8 @@ class JaxState(ObjectState):
         self._gather_parts(source)
         saved = self._saved
         if source.takes_part:
-            check_same_tensors(kinds(saved), "arrays", source)
-            saved.arrays = broadcast_arrays(saved.arrays, "elastic.arrays", source)
             self._sync_structure(source)
+            saved.arrays = broadcast_arrays(saved.arrays, "elastic.arrays", source)
         saved.objects = self._from_source(saved.objects)
         saved.is_part = False
         self._is_synced = True
@@ -121,17 +120,28 @@ class JaxState(ObjectState):
     def _sync_structure(self, source: Source) -> None:
         """Take from the root those attributes that have other leaves there, such as a longer list.
 
-        All others keep what this rank has in the nodes of its trees, such as functions.
+        All others keep what this rank has in the nodes of its trees, such as functions. Raises
+        `ValueError` where arrays differ and no rank has a commit: none can have grown since.
         """
-        of_ranks = allgather_object(self._saved.digests(), "elastic.structure", source.process_set)
+        saved = self._saved
+        told = allgather_object(
+            (rank(), self._commit_number, saved.digests()), "elastic.structure", source.process_set
+        )
+        of_ranks = [digests for _, _, digests in told]
         names = {name for digests in of_ranks for name in digests}
         differing = {name for name in names if len({each.get(name) for each in of_ranks}) > 1}
         if not differing:
             return
-        own = self._saved.tree()
+        kinds = saved.kinds()
+        if any(commit for _, commit, _ in told):
+            kinds = {path: kind for path, kind in kinds.items() if kind == OPTIMIZER}
+        check_same_tensors(kinds, "arrays", source)
+        own = saved.tree()
         sent = self._from_source({name: own[name] for name in own if name in differing})
         kept = {name: tree for name, tree in own.items() if name not in differing}
-        self._saved.adopt({**kept, **sent})
+        saved.adopt({**kept, **sent})
+        saved.is_part = False  # The root has sent all.
+        saved.enter_world()
         self._saved_state = dict.fromkeys({**kept, **sent})
 
     def _enter_world(self) -> None:

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hvdlite.jax.shards import Whole, recut, replaced_shards
-from hvdlite.jax.trees import Array, from_host, is_array, remembers, to_host
+from hvdlite.jax.trees import Array, from_host, is_array, is_key, remembers, to_host
+
+OPTIMIZER = "an optimizer"
 
 
-class Place(Enum):
-    """Stands in a tree that is sent for a leaf that each rank has itself."""
+@dataclass(frozen=True)
+class Place:
+    """Stands in a tree that is sent for a leaf that is not: an array, or an optimizer."""
 
-    ARRAY = 1
-    OPTIMIZER = 2
+    kind: str  # what ranks must have alike: of an array, its dtype and shape
+    like: Any = None  # how to make an array of this kind: see `made`
+
+    @classmethod
+    def of(cls, leaf: Any, values: Array) -> Place:
+        """Return the place of an array, which may be deleted by now, with these values."""
+        impl = jax.random.key_impl(leaf) if is_key(leaf) else None
+        like = type(leaf) if isinstance(leaf, np.generic) else isinstance(leaf, jax.Array)
+        kind = f"{values.dtype.name} of shape {values.shape}"
+        return cls(kind, (like, impl, values.dtype, values.shape))
+
+    def made(self) -> tuple[Any, Array]:
+        """Return a new leaf of the kind, and memory for its values."""
+        like, impl, dtype, shape = self.like
+        values = np.zeros(shape, dtype)
+        if like is True:
+            key = None if impl is None else jax.random.wrap_key_data(jnp.array(values), impl=impl)
+            return (jnp.array(values) if key is None else key), values
+        return (values[()] if isinstance(like, type) else values), values
 
 
 class Saved:
@@ -86,26 +107,23 @@ class Saved:
         self.leaves, self.structure = jax.tree_util.tree_flatten(recut(tree), is_leaf=remembers)
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of the paths of the leaves of each attribute.
+        """Return a digest of the paths of the leaves of each attribute, and of what is there.
 
         What has none, such as None or an empty list, counts as a leaf.
         """
         found = {}
         for name, tree in self.tree().items():
             leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
-            paths = [
-                (jax.tree_util.keystr(path), type(leaf).__name__ if _is_empty(leaf) else "")
-                for path, leaf in leaves
-            ]
+            paths = [(jax.tree_util.keystr(path), _word(leaf)) for path, leaf in leaves]
             found[name] = hashlib.blake2b(repr(paths).encode(), digest_size=16).hexdigest()
         return found
 
     def tree(self) -> dict[str, Any]:
         """Return the attributes, with the objects that were saved and places for all else."""
-        objects = iter(self.objects)
+        arrays, objects = iter(self.arrays), iter(self.objects)
         places = [
-            Place.OPTIMIZER if remembers(leaf)
-            else Place.ARRAY if is_array(leaf)
+            Place(OPTIMIZER) if remembers(leaf)
+            else Place.of(leaf, next(arrays)) if is_array(leaf)
             else next(objects)
             for leaf in self.leaves
         ]  # fmt: skip
@@ -113,13 +131,42 @@ class Saved:
         return found
 
     def adopt(self, tree: Mapping[str, Any]) -> None:
-        """Take another tree, with the same arrays and optimizers in it, and its objects."""
-        arrays = iter([each for each in self.leaves if is_array(each)])
-        optimizers = iter([each for each in self.leaves if remembers(each)])
-        leaves, self.structure = jax.tree_util.tree_flatten(dict(tree))
-        self.objects = [leaf for leaf in leaves if not isinstance(leaf, Place)]
-        own = {Place.ARRAY: arrays, Place.OPTIMIZER: optimizers}
-        self.leaves = [next(own[leaf]) if isinstance(leaf, Place) else leaf for leaf in leaves]
+        """Take another tree, and its objects; arrays that are new, or of another kind, are zeros.
+
+        It has the same optimizers in it.
+        """
+        own = dict(self._own_leaves())
+        leaves, self.structure = jax.tree_util.tree_flatten_with_path(dict(tree))
+        self.leaves, self.arrays, self.objects, self.unsent = [], [], [], []
+        for path, leaf in leaves:
+            if not isinstance(leaf, Place):
+                self.leaves.append(leaf)
+                self.objects.append(leaf)
+                continue
+            there = own.get((jax.tree_util.keystr(path), leaf.kind))
+            found, values = leaf.made() if there is None else there
+            self.leaves.append(found)
+            (self.unsent if leaf.kind == OPTIMIZER else self.arrays).append(values)
+
+    def kinds(self) -> dict[str, str]:
+        """Return by the path of each array, and of each optimizer, what it is."""
+        return {path: kind for (path, kind), _ in self._own_leaves()}
+
+    def _own_leaves(self) -> Iterator[tuple[tuple[str, str], tuple[Any, Any]]]:
+        """Yield path and kind of each array and optimizer, with the leaf and what is saved."""
+        paths, _ = jax.tree_util.tree_flatten_with_path(self.tree())
+        arrays, unsent = iter(self.arrays), iter(self.unsent)
+        for (path, place), leaf in zip(paths, self.leaves, strict=True):
+            if isinstance(place, Place):
+                values = next(unsent if place.kind == OPTIMIZER else arrays)
+                yield (jax.tree_util.keystr(path), place.kind), (leaf, values)
+
+
+def _word(leaf: Any) -> str:
+    """Return what ranks must have alike at a path."""
+    if isinstance(leaf, Place):
+        return leaf.kind
+    return type(leaf).__name__ if _is_empty(leaf) else ""
 
 
 def _is_whole(node: Any) -> bool:
@@ -128,20 +175,6 @@ def _is_whole(node: Any) -> bool:
 
 def _is_empty(node: Any) -> bool:
     return node is None or (isinstance(node, (dict, list, tuple)) and not node)
-
-
-def kinds(saved: Saved) -> dict[str, str]:
-    """Return what the ranks must have alike: by the path of a leaf, what it is."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(saved.tree())
-    arrays = iter(saved.arrays)
-    kinds = {}
-    for path, leaf in leaves:
-        if leaf is Place.ARRAY:
-            values = next(arrays)
-            kinds[jax.tree_util.keystr(path)] = f"{values.dtype.name} of shape {values.shape}"
-        elif leaf is Place.OPTIMIZER:
-            kinds[jax.tree_util.keystr(path)] = "an optimizer"
-    return kinds
 
 
 def _copied_to(memory: Array | None, values: Array) -> Array:

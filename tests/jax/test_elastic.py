@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import hvdlite.jax as hvd
-from tests.jax.cases import Case, Outcomes, values
+from tests.jax.cases import Case, Outcomes, same, values
 from tests.limits import HANG_SECONDS
 
 SCRIPT = """
@@ -76,13 +76,60 @@ def grown(rank: int) -> Any:
     return state.log, state.step, state.model["w"]
 
 
+def with_longer_arrays(rank: int) -> Any:
+    """Rank 0 is a survivor, whose arrays have grown since; the others begin."""
+    tree = {"seen": jnp.zeros(2), "host": np.zeros(3), "same": jnp.full(2, rank)}
+    state = hvd.elastic.JaxState(
+        buffers=tree, history=[], keys=jax.random.key(rank), other=jnp.full(3, rank)
+    )
+    if rank == 0:
+        state._commit_number = 4
+        state.buffers = {**tree, "seen": jnp.arange(5.0), "new": jnp.arange(2), "host": np.ones(4)}
+        state.history = [jnp.ones(2), np.float32(2.5), jax.random.key(7)]
+        state.keys = jax.random.split(jax.random.key(5), 3)
+        state.save()
+    for given_away in (state.keys, state.other, state.buffers["seen"]):
+        given_away.delete()
+    state.sync()
+    changed = state.buffers["seen"] + 1
+    state.buffers = {"seen": changed}
+    state.restore()
+    assert isinstance(state.buffers["host"], np.ndarray)
+    assert isinstance(state.buffers["new"], jax.Array)
+    first, second, key = state.history
+    keys = jax.random.key_data(key), jax.random.key_data(state.keys)
+    return state.buffers, first, second, keys, state.other
+
+
+def with_other_arrays(rank: int) -> Any:
+    """No rank has a commit: what differs was made differently."""
+    hvd.elastic.JaxState(model={"w": jnp.zeros(2 + rank)}).sync()
+
+
 def cases(folder: Path) -> dict[str, Case]:
-    return {"grown": grown}
+    return {"grown": grown, "longer": with_longer_arrays, "other arrays": with_other_arrays}
 
 
 def test_newcomers_get_attributes_that_have_grown(outcomes: Outcomes) -> None:
     for log, step, w in values(outcomes, "grown"):
         assert ([*map(int, log)], int(step), w.tolist()) == ([1, 2], 7, [0, 0])
+
+
+def test_newcomers_get_arrays_that_have_grown(outcomes: Outcomes) -> None:
+    key = jax.random.key_data(jax.random.key(7))
+    keys = jax.random.key_data(jax.random.split(jax.random.key(5), 3))
+    buffers = {"seen": np.arange(5.0), "host": np.ones(4), "same": np.zeros(2), "new": np.arange(2)}
+    for found in values(outcomes, "longer"):
+        same(found, (buffers, np.ones(2), np.float32(2.5), (key, keys), np.zeros(3)), 0)
+
+
+def test_arrays_that_differ_from_the_beginning_are_named(outcomes: Outcomes) -> None:
+    text = (
+        "tensor '['model']['w']' is float32 of shape (2,) on rank 0 and float32 of shape (3,) on "
+        "rank 1"
+    )
+    for outcome in outcomes:
+        assert text in outcome["other arrays"].text
 
 
 @pytest.fixture
