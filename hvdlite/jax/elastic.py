@@ -26,7 +26,7 @@ from hvdlite.common.elastic.state import ObjectState
 from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import rank
-from hvdlite.jax.order import forget_programs, wait_for_programs
+from hvdlite.jax.order import forget_programs, wait_for_all_programs
 from hvdlite.jax.saved import OPTIMIZER, Saved
 from hvdlite.jax.shards import is_shard
 from hvdlite.jax.trees import named_arrays, to_host
@@ -55,7 +55,7 @@ def is_loss_in_jax(error: Exception) -> bool:
     else:
         lost = worlds.world_is_broken() or (worlds.elastic() and DEPARTED in str(error))
     if lost and worlds.world_is_broken():
-        wait_for_programs()  # What they start after this would be started in the next world.
+        wait_for_all_programs()  # What they start after this would be started in the next world.
     return lost
 
 
@@ -143,6 +143,11 @@ class JaxState(ObjectState):
         saved.is_part = False  # The root has sent all.
         saved.enter_world()
         self._saved_state = dict.fromkeys({**kept, **sent})
+
+    def _interrupt(self, kinds: int) -> None:
+        """Let programs end: what they start after this would be started in the next world."""
+        wait_for_all_programs()
+        super()._interrupt(kinds)
 
     def _enter_world(self) -> None:
         """Forget compiled programs: they contain places and numbers of ranks.

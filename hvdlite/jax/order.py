@@ -8,8 +8,10 @@ programs.py, only: effects, and the tokens of programs.
 from __future__ import annotations
 
 import atexit
+import threading
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax._src import dispatch, effects
@@ -49,6 +51,18 @@ def wait_for_programs() -> None:
     tokens.clear()
 
 
+def wait_for_all_programs() -> None:
+    """Wait as `wait_for_programs` does, for the programs of other threads of this rank, too."""
+    wait_for_programs()
+    with _tokens_lock:
+        of_threads = [*_tokens_of_threads.values()]
+    for tokens in of_threads:
+        token = tokens.get(EFFECT)
+        if token is not None:
+            with suppress(jax.errors.JaxRuntimeError):
+                token.block_until_ready()
+
+
 def forget_programs() -> None:
     """Have all programs compiled anew: those of a world contain places and numbers of ranks."""
     wait_for_programs()
@@ -68,6 +82,9 @@ def _at_exit() -> None:
         wait_for_programs()
 
 
+# The tokens of each thread that has started a program; JAX gives a thread its own alone.
+_tokens_of_threads: WeakKeyDictionary[threading.Thread, dict[Any, Any]] = WeakKeyDictionary()
+_tokens_lock = threading.Lock()
 _token_of_last = dispatch.RuntimeTokenSet.get_token_input
 
 
@@ -78,6 +95,9 @@ def _token_of_last_good(tokens: Any, effect: Any, *devices: Any) -> Any:
     """
     if effect is EFFECT and _has_failed(tokens.current_tokens.get(EFFECT)):
         del tokens.current_tokens[EFFECT]
+    if effect is EFFECT:
+        with _tokens_lock:
+            _tokens_of_threads[threading.current_thread()] = tokens.current_tokens
     return _token_of_last(tokens, effect, *devices)
 
 

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,10 @@ import optax
 import pytest
 
 import hvdlite.jax as hvd
+from hvdlite.common.base.errors import HostsUpdatedInterrupt
+from hvdlite.common.base.host_update import HostUpdateResult
+from hvdlite.jax.native import executions
+from hvdlite.jax.starting import Started, start_now
 from tests.jax.cases import Case, Outcomes, same, values
 from tests.limits import HANG_SECONDS
 
@@ -182,6 +188,47 @@ def test_what_a_state_refuses() -> None:
         import threading
 
         hvd.elastic.JaxState(gate=threading.Lock())
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own program", "one of another thread"])
+def test_hosts_change_when_programs_have_ended(state: hvd.elastic.JaxState, own: bool) -> None:
+    """A program with a collective runs until the test lets it end."""
+    running, may_end, interrupted = threading.Event(), threading.Event(), threading.Event()
+    log: list[str] = []
+
+    def hold(call: Any, inputs: Any, results: Any) -> Started:
+        running.set()
+        assert may_end.wait(HANG_SECONDS)
+        log.append("the program has ended")
+        return start_now(call, inputs, results)
+
+    def run_program() -> None:
+        square = jnp.ones((512, 512))
+        jax.jit(lambda x: hvd.allreduce((square @ square @ x)[0], name="held"))(square)
+
+    def see_hosts() -> None:
+        if own:
+            run_program()
+        with pytest.raises(HostsUpdatedInterrupt):
+            state._interrupt(HostUpdateResult.added)
+        log.append("the hosts change")
+        interrupted.set()
+
+    hvd.init()
+    try:
+        thread = threading.Thread(target=see_hosts, daemon=True)
+        with patch.object(executions, "start_now", hold):
+            if not own:
+                run_program()
+            thread.start()
+            assert running.wait(HANG_SECONDS)
+            assert not interrupted.wait(0.3), "it has not waited"
+            may_end.set()
+            thread.join(HANG_SECONDS)
+    finally:
+        may_end.set()
+        hvd.shutdown()
+    assert log == ["the program has ended", "the hosts change"]
 
 
 @pytest.mark.soak  # Three processes start, and compile their programs twice.
