@@ -71,11 +71,16 @@ class Call:
     def placed(self, program: str, number: int) -> Call:
         """Return the same collective under a name of its place in a program.
 
-        The name is that of the same place in any program, and ranks compare what they have there:
-        those that run different programs learn it, and which ones, instead of waiting.
+        The name is that of the same place in any program, whatever collective is there, and ranks
+        compare what they have: those that run different programs learn it, and which ones, instead
+        of waiting. One tensor is a group, so that it meets those of larger groups.
         """
-        options = self.options._replace(settings=f"program {program}")
-        return replace(self, name=f"program.{number}", options=options)
+        name = f"program.{number}"
+        grouped = not (self.is_signal or SPECS[self.collective].splits)
+        options = self.options._replace(
+            settings=f"program {program}", by_place=True, grouped=grouped
+        )
+        return replace(self, name=name if grouped else f"{name}_1of1", options=options)
 
     def check(self, inputs: Sequence[Kind]) -> None:
         """Raise `ValueError` for what no other rank could make right."""

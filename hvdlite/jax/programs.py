@@ -8,7 +8,6 @@ does not wait for them, and they do not wait for it; join, barrier and shutdown 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -197,17 +196,19 @@ def _placed(module: Any, call: Call) -> Call:
     """Return a call with the user's name, or one that tells the place in what is compiled."""
     if call.name is not None or call.names:
         return call
-    counts = next((each for each in module.keepalives if type(each) is _Places), None)
-    if counts is None:
-        counts = _Places()
-        module.add_keepalive(counts)
-    counts[call.collective] += 1
+    places = next((each for each in module.keepalives if type(each) is _Places), None)
+    if places is None:
+        places = _Places()
+        module.add_keepalive(places)
+    places.count += 1
     program = module.module.operation.attributes["sym_name"].value
-    return call.placed(program, counts[call.collective])
+    return call.placed(program, places.count)
 
 
-class _Places(Counter[str]):
-    """How many collectives of each kind without a name a program has."""
+class _Places:
+    """How many collectives without a name a program has."""
+
+    count = 0
 
 
 def _refuse(ctx: Any, *values: Any, calls: Sequence[Call], **params: Any) -> Arrays:

@@ -67,7 +67,9 @@ def start_now(call: Call, inputs: Sequence[Array], results: Sequence[Array]) -> 
     """Start a collective that reads `inputs` and writes `results`, which may be the same arrays."""
     runtime, options = for_collective(), call.options
     if call.is_signal:
-        signal = Signal(call.collective, options.process_set, runtime)
+        signal = Signal(
+            call.collective, options.process_set, runtime, name=call.name, settings=options.settings
+        )
 
         def tell() -> None:
             results[0][...] = signal.wait()

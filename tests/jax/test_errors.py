@@ -22,6 +22,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.jax import programs
 from hvdlite.jax.calls import Call
 from hvdlite.jax.native.executions import served_library
+from hvdlite.jax.runner import signal
 from hvdlite.jax.starting import Started
 from tests.jax.cases import RANKS, Case, Outcomes, values
 from tests.limits import HANG_SECONDS
@@ -35,6 +36,30 @@ def first(x: Any) -> Any:
 
 def second(x: Any) -> Any:
     return hvd.allreduce(2 * x)
+
+
+def gathering(x: Any) -> Any:
+    return hvd.allgather(x)
+
+
+def exchanging(x: Any) -> Any:
+    return hvd.alltoall(jnp.ones(3))
+
+
+def of_two(x: Any) -> Any:
+    return hvd.grouped_allreduce([x, x + 1])
+
+
+def of_three(x: Any) -> Any:
+    return hvd.grouped_allreduce([x, x + 1, x + 2])
+
+
+def waiting(x: Any) -> Any:
+    return x + signal("barrier", hvd.global_process_set)
+
+
+def one_after_another(x: Any) -> Any:
+    return hvd.allreduce(hvd.allgather(x))
 
 
 def two_after_one(x: Any) -> Any:
@@ -129,6 +154,23 @@ WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
         lambda rank: jax.jit([first, second][rank % 2])(ROW),
         "JaxRuntimeError", "rank 0 has program jit_first, rank 1 has program jit_second",
     ),
+    **{
+        f"{one.__name__} and {other.__name__}": (
+            lambda rank, both=(one, other): jax.jit(both[rank % 2])(ROW),
+            "JaxRuntimeError",
+            rf"ranks disagree on {what}.*: rank 0 has .*program jit_{one.__name__}\b.*"
+            rf"rank 1 has .*program jit_{other.__name__}\b",
+        )
+        for one, other, what in (
+            (first, gathering, "the operation"),
+            (gathering, one_after_another, "settings"),
+            (first, one_after_another, "the operation"),
+            (of_two, of_three, "the number of tensors"),
+            (first, of_two, "the number of tensors"),
+            (waiting, first, "the operation"),
+            (exchanging, first, "the operation"),
+        )
+    },
     "in the middle": (
         lambda rank: jax.jit(two_after_one)(jnp.ones(3 + rank % 2)),
         "JaxRuntimeError", "ranks disagree on shape",

@@ -24,6 +24,8 @@ class CallOptions(NamedTuple):
     grouped: bool = False  # tensors are answered together, also when there is only one
     names: tuple[str, ...] = ()  # of the tensors of a group, where they have names of their own
     settings: str = ""  # what all ranks must have set alike
+    # Whether the name is that of a place, where another rank may have another collective.
+    by_place: bool = False
     fusion_bytes: int = JOB_THRESHOLD  # see `Request.fusion_bytes`
 
 

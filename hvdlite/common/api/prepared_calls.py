@@ -28,7 +28,9 @@ def prepared_group(
     members = members_of(runtime, collective, options.process_set)
     known = runtime.requests.get(name)
     if known is not None and known[0] == specs and known[1] == options:
-        return cast("tuple[Request, ...]", known[2])
+        remembered = cast("tuple[Request, ...]", known[2])
+        if all(each.collective == collective for each in remembered[:1]):
+            return remembered
     for spec in specs:
         check_call(collective, name, spec, options, members)
     if len({spec.device for spec in specs}) > 1:
@@ -58,7 +60,9 @@ def prepared(
     spec = adapter.spec(tensor)
     known = runtime.requests.get(name)
     if known is not None and known[0] == spec and known[1] == options:
-        return cast("PreparedCall", known)
+        remembered = cast("PreparedCall", known)
+        if remembered.request.collective == collective:
+            return remembered
     check_call(collective, name, spec, options, members)
     request = _request(runtime, collective, name, spec, options, "", 1)
     call = PreparedCall.of(spec, options, request)

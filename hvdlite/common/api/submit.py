@@ -82,7 +82,7 @@ def start(
             return submit(
                 runtime, adapter, collective, label, tensors, options, targets, waits=waits
             )
-    label = f"{label}.{name}"
+    label = name if options.by_place else f"{label}.{name}"
     return submit(runtime, adapter, collective, label, tensors, options, targets, waits=waits)
 
 
@@ -213,13 +213,20 @@ class Signal:
         runtime: Runtime | None = None,
         *,
         waits: bool = False,
+        name: str | None = None,
+        settings: str = "",
     ) -> None:
-        """Enqueue it; `waits` says that the calling thread calls `wait` next."""
+        """Enqueue it; `waits` says that the calling thread calls `wait` next.
+
+        A `name`, with what ranks must have set alike, is that of a place; see `CallOptions`.
+        """
         self._runtime = runtime or for_collective()
         self._process_set = process_set
         self._joins = SPECS[collective].effect is Effect.JOIN
         members_of(self._runtime, collective, process_set)
-        entry = Entry(Request(process_set.process_set_id or 0, self._name(collective), collective))
+        name = self._name(collective) if name is None or self._joins else name
+        number = process_set.process_set_id or 0
+        entry = Entry(Request(number, name, collective, settings=settings))
         self._runtime.engine.enqueue([entry], waits=waits)
         self.handle = entry.handle
 

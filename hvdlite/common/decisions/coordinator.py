@@ -370,8 +370,11 @@ class Coordinator:
         """Answer a new tensor that all members have, except those that joined."""
         response = answer(requests, state.members)
         if response.error:
-            for group in {request.group for request in requests if request.group}:
+            grouped = {request.group: request for request in requests if request.group}
+            for group in grouped:
                 state.groups.fail(group, response)
+            if grouped and not response.request.group:  # Else the group would stay open.
+                response = response._replace(request=next(iter(grouped.values())))
         elif SPECS[response.request.collective].cacheable:
             response = state.cache.remember(response, requests)
             for bit in state.cache.overflow():

@@ -35,6 +35,8 @@ class Groups:
         self._open: dict[str, _OpenGroup] = {}
         # By group, since the group was answered last.
         self._reported: dict[str, _Reported] = {}
+        # What the ranks have set that report a group of this size, for errors.
+        self._settings: dict[tuple[str, int], str] = {}
 
     def disagreement(self, ranks: int, request: Request, count: int) -> str:
         """Record that `ranks` report `count` more tensors of the group of `request`.
@@ -43,6 +45,8 @@ class Groups:
         """
         reported = self._reported.setdefault(request.group, {})
         whole = (request.group_size, count)
+        if request.settings:
+            self._settings[request.group, request.group_size] = request.settings
         # The common case: every rank reports the whole group at once, and all groups are equal.
         if count == request.group_size and len(reported) == (whole in reported):
             earlier = reported.get(whole, 0)
@@ -58,7 +62,10 @@ class Groups:
         if new:
             reported[whole] = reported.get(whole, 0) | new
         sizes = _by_size(reported)
-        return _disagreement(sizes, lowest(ranks), request) if len(sizes) > 1 else ""
+        if len(sizes) < 2:
+            return ""
+        settings = {size: self._settings.get((request.group, size), "") for size in sizes}
+        return _disagreement(sizes, settings, lowest(ranks), request)
 
     def _restart(self, reported: _Reported, ranks: int) -> None:
         """Forget ranks that had reported their whole group: this is the next call of its name."""
@@ -96,6 +103,7 @@ class Groups:
         held = [response for group in self._open.values() for response in group.held]
         self._open.clear()
         self._reported.clear()
+        self._settings.clear()
         return held
 
     def fail(self, name: str, response: Response) -> None:
@@ -191,11 +199,16 @@ def _by_size(reported: _Reported) -> dict[int, int]:
     return sizes
 
 
-def _disagreement(sizes: dict[int, int], rank: int, request: Request) -> str:
+def _disagreement(
+    sizes: dict[int, int], settings: dict[int, str], rank: int, request: Request
+) -> str:
     """Return the error that names `rank` and the first rank with another size, ascending."""
     rank_size = next(size for size, mask in sizes.items() if mask >> rank & 1)
     others = ((lowest(mask), size) for size, mask in sizes.items() if size != rank_size)
-    first, second = sorted([(rank, rank_size), min(others)])
+    first, second = (
+        (each, f"{size} ({settings[size]})" if settings[size] else size)
+        for each, size in sorted([(rank, rank_size), min(others)])
+    )
     return (
         f"{request.collective} '{request.group}': ranks disagree on the number of "
         f"tensors in the group: rank {first[0]} has {first[1]}, "
