@@ -11,7 +11,7 @@ from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.jax.shards import is_shard
+from hvdlite.jax.sharded_state.shards import is_shard
 from hvdlite.jax.trees import from_host, is_array, to_host
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))

@@ -20,8 +20,8 @@ from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.jax.compression import Compression
 from hvdlite.jax.gradients import Reducer
 from hvdlite.jax.order import wait_for_programs
-from hvdlite.jax.sharded_state import sharded
-from hvdlite.jax.shards import consolidated, is_shard
+from hvdlite.jax.sharded_state.optimizer import sharded
+from hvdlite.jax.sharded_state.shards import consolidated, is_shard
 
 
 class Transformation(optax.GradientTransformationExtraArgs):

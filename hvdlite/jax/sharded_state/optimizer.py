@@ -1,13 +1,8 @@
-"""``DistributedOptimizer(..., shard_state=True)``: each rank has a part of the optimizer's state.
-
-gradients -> reducescatter -> the optimizer's update of this rank's part of each -> allgather of
-the updates. The optimizer sees a pytree of the same structure, with a `Shard` for each array.
-"""
+"""The exchange of ``shard_state=True`` around a transformation of optax."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -21,7 +16,8 @@ from hvdlite.common.plain.lists import split_by_bytes
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.jax import mpi_ops
 from hvdlite.jax.compression import Compression
-from hvdlite.jax.shards import Cut, Shard, has_shards, is_shard
+from hvdlite.jax.sharded_state import elementwise
+from hvdlite.jax.sharded_state.shards import Cut, Shard, has_shards, is_shard
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 _NEED = (
@@ -31,7 +27,6 @@ _NEED = (
     "Leave shard_state out"
 )
 _SHAPES = {"kernel": (3, 4), "bias": (5,), "scale": (2, 2, 2)}
-_SCALES = (1.0, 1e3, np.nan)  # Of the gradients of a trial's steps: one has a value that is none.
 _MEMBERS = 2  # among whom a trial cuts
 
 
@@ -196,37 +191,20 @@ def _shape_of_whole(leaf: Any) -> str:
 
 def _differs(optimizer: Optimizer, outlines: Any) -> bool:
     """Return whether two ranks, with a part each, come to something else than one does alone."""
-    random = np.random.default_rng(1)
-    params = jax.tree_util.tree_map(lambda each: _sample(each, random), outlines)
-    gradients = [_gradients(params, scale, random) for scale in _SCALES]
-    whole = _train(optimizer, params, gradients, lambda tree: tree)
-    of_ranks = [
-        _train(optimizer, params, gradients, partial(_cut_in_trial, rank=rank))
-        for rank in range(_MEMBERS)
-    ]
-    return not all(_same(whole, _joined(first, of_ranks)) for first in of_ranks)
+
+    def cut(tree: Any) -> list[Any]:
+        return [_cut_in_trial(tree, rank) for rank in range(_MEMBERS)]
+
+    small = jax.tree_util.tree_map(_small, outlines)
+    return elementwise.differs(
+        optimizer, elementwise.sample(small, np.random.default_rng(2)), cut, _joined
+    )
 
 
-def _sample(outline: Any, random: np.random.Generator) -> Any:
-    """Return a small array of as many dimensions."""
+def _small(outline: Any) -> Any:
+    """Return the outline of a small array of as many dimensions."""
     shape = tuple(min(length, 3) for length in outline.shape)
-    if jnp.issubdtype(outline.dtype, jnp.complexfloating):
-        return jnp.asarray(
-            random.normal(size=shape) + 1j * random.normal(size=shape), jnp.complex64
-        )
-    if jnp.issubdtype(outline.dtype, jnp.floating):
-        return jnp.asarray(random.normal(size=shape), jnp.float32)
-    return jnp.ones(shape, outline.dtype)
-
-
-def _gradients(params: Any, scale: float, random: np.random.Generator) -> Any:
-    def one(leaf: Any) -> Any:
-        values = random.normal(size=leaf.shape) * (1.0 if np.isnan(scale) else scale)
-        if np.isnan(scale) and values.size and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            values.flat[0] = np.nan
-        return jnp.asarray(values, leaf.dtype)
-
-    return jax.tree_util.tree_map(one, params)
+    return jax.ShapeDtypeStruct(shape, outline.dtype)
 
 
 def _cut_in_trial(tree: Any, rank: int) -> Any:
@@ -237,45 +215,10 @@ def _cut_in_trial(tree: Any, rank: int) -> Any:
     return jax.tree_util.tree_map(one, tree)
 
 
-def _train(
-    optimizer: Optimizer, params: Any, gradients: Sequence[Any], cut: Callable[[Any], Any]
-) -> Any:
-    """Return all updates, and all states."""
-    own = cut(params)
-    state = optimizer.init(own)
-    found = []
-    for each in gradients:
-        updates, state = optimizer.update(cut(each), state, own)
-        own = optax.apply_updates(own, updates)
-        found.append((updates, state))
-    return found
-
-
-def _joined(first: Any, of_ranks: Sequence[Any]) -> Any:
-    """Return the parts of all ranks put together; what is one for all parts is that of `first`."""
-    leaves, structure = jax.tree_util.tree_flatten(first, is_leaf=is_shard)
-    parts = [jax.tree_util.tree_leaves(each, is_leaf=is_shard) for each in of_ranks]
-    joined = [
-        leaf if not is_shard(leaf)
-        else leaf.cut.whole(jnp.concatenate([each.values for each in of_leaf]))
-        if leaf.is_cut
-        else leaf.values
-        for leaf, *of_leaf in zip(leaves, *parts, strict=True)
-    ]  # fmt: skip
-    return structure.unflatten(joined)
-
-
-def _same(one: Any, other: Any) -> bool:
-    leaves, structure = jax.tree_util.tree_flatten(one)
-    others, of_other = jax.tree_util.tree_flatten(other)
-    return structure == of_other and all(
-        np.shape(a) == np.shape(b)
-        and np.allclose(_numbers(a), _numbers(b), rtol=1e-5, atol=1e-7, equal_nan=True)
-        for a, b in zip(leaves, others, strict=True)
-    )
-
-
-def _numbers(leaf: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf).astype(np.complex128)
+def _joined(parts: Sequence[Any]) -> list[Any]:
+    """Return the arrays of which each rank has a part."""
+    of_ranks = [jax.tree_util.tree_leaves(each, is_leaf=is_shard) for each in parts]
+    return [
+        leaves[0].cut.whole(jnp.concatenate([leaf.values for leaf in leaves]))
+        for leaves in zip(*of_ranks, strict=True)
+    ]

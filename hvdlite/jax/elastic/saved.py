@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdlite.jax.shards import Whole, recut, replaced_shards
+from hvdlite.jax.sharded_state.shards import Whole, recut, replaced_shards
 from hvdlite.jax.trees import Array, from_host, is_array, is_key, remembers, to_host
 
 OPTIMIZER = "an optimizer"

@@ -1,14 +1,4 @@
-"""Elastic training with JAX: go on when ranks are lost, and let new ones join.
-
-@hvd.elastic.run
-def train(state):
-    while state.step < steps:
-        state.params, state.opt_state = train_step(state.params, state.opt_state, batch(state.step))
-        state.step += 1
-        state.commit()
-
-train(hvd.elastic.JaxState(params=params, opt_state=opt_state, step=0))
-"""
+"""The state of training with JAX, and the loop that runs a function with it."""
 
 from __future__ import annotations
 
@@ -26,9 +16,9 @@ from hvdlite.common.elastic.state import ObjectState
 from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import rank
+from hvdlite.jax.elastic.saved import OPTIMIZER, Saved
 from hvdlite.jax.order import forget_programs, wait_for_all_programs
-from hvdlite.jax.saved import OPTIMIZER, Saved
-from hvdlite.jax.shards import is_shard
+from hvdlite.jax.sharded_state.shards import is_shard
 from hvdlite.jax.trees import named_arrays, to_host
 
 R = TypeVar("R")
@@ -168,6 +158,3 @@ class JaxState(ObjectState):
         for name in self._saved_state:
             for path, leaf in named_arrays(getattr(self, name), name, is_shard):
                 yield of_array(path, to_host(leaf))
-
-
-__all__ = ["JaxState", "run"]
