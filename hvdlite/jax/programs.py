@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.numpy_adapter import Array, aligned_empty
+from hvdlite.common.runtime.current import finder, use
 from hvdlite.jax.calls import Call, Kind
 from hvdlite.jax.native.executions import register, served_library
 from hvdlite.jax.native.library import START, TAKE
@@ -29,7 +30,6 @@ from hvdlite.jax.starting import start_now
 
 Arrays = Sequence[Any]
 Back = Callable[[list[Any]], list[Any]]  # From the gradients of results to those of inputs.
-
 
 exchange_p: Any = Primitive("hvdlite")
 exchange_p.multiple_results = True
@@ -181,9 +181,11 @@ def _lower_to_python(
 ) -> tuple[Arrays, Any]:
     """Make a program call Python, which runs the collectives and waits for them."""
     placed = tuple(_placed(ctx.module_context, call) for call in calls)
+    runtime = finder()
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(run_now(arrays, placed, counts))
+        with use(runtime()):
+            return tuple(run_now(arrays, placed, counts))
 
     results, token, _ = mlir.emit_python_callback(
         ctx, run, token, list(values), ctx.avals_in, ctx.avals_out, has_side_effect=True,

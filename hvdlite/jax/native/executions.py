@@ -20,7 +20,7 @@ import numpy as np
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.graph_buckets import READ, READ_AND_WRITE, GraphBucket, array_at
-from hvdlite.common.runtime.current import for_collective
+from hvdlite.common.runtime.current import finder, for_collective, use
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.jax.calls import Call, Kind
@@ -35,7 +35,8 @@ class Registered:
     call: Call
     inputs: Sequence[Kind]
     results: Sequence[Kind]
-    runtime: Callable[[], Runtime] = for_collective
+    # Finds the runtime of the rank whose thread has compiled the program, in any thread.
+    runtime: Callable[[], Runtime] = field(default_factory=finder)
     alone = False
     _bucket: GraphBucket | None = field(default=None, init=False)
 
@@ -55,19 +56,28 @@ class Registered:
         return [kind.dtype for kind in self.inputs]
 
     @cached_property
+    def owner(self) -> int | None:
+        """What tells ranks apart that are threads of one process; None for that of the process."""
+        return None if self.runtime is for_collective else id(self.runtime())
+
+    @cached_property
     def number(self) -> int:
         """A number that no other collective has: the same wherever the same program is compiled."""
         options = self.options
         about = (
             self.call.collective, self.call.name, self.call.names, self.inputs, self.results,
             _number_of(options.process_set), options._replace(process_set=None),  # type: ignore[arg-type]
-            None if self.call.exchange is None else id(self.call.exchange),
+            None if self.call.exchange is None else id(self.call.exchange), self.owner,
         )  # fmt: skip
         digest = hashlib.blake2b(repr(about).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def start(self, addresses: Sequence[int]) -> Started:
         """Start it on the memory of a program. Raises as the engine does."""
+        with use(self.runtime()):
+            return self._start(addresses)
+
+    def _start(self, addresses: Sequence[int]) -> Started:
         if self.call.names and self.call.exchange is None:
             return self._start_bucket(addresses)
         access = READ_AND_WRITE if self.call.keeps_shape else READ
@@ -123,6 +133,9 @@ def _number_of(process_set: ProcessSet) -> int:
         return len(_sets)
 
 
+Key = tuple[int | None, Any, str]
+
+
 class _Execution(NamedTuple):
     """One execution of a collective: where its memory is, and what `hvdlite_end` is told of it."""
 
@@ -131,10 +144,10 @@ class _Execution(NamedTuple):
     pointer: int
 
     @property
-    def keys(self) -> list[tuple[Any, str]]:
-        """What nothing else in flight may have: its names, in its process set."""
-        number = self.registered.options.process_set.process_set_id
-        return [(number, name) for name in self.registered.names]
+    def keys(self) -> list[Key]:
+        """What nothing else in flight may have: its names, in its process set, on its rank."""
+        number, owner = self.registered.options.process_set.process_set_id, self.registered.owner
+        return [(owner, number, name) for name in self.registered.names]
 
 
 class _Executions:
@@ -147,7 +160,7 @@ class _Executions:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._lock = threading.Lock()  # guards what is below
-        self._names: set[tuple[Any, str]] = set()  # of what is in flight
+        self._names: set[Key] = set()  # of what is in flight
         self._waiting: list[_Execution] = []
 
     def serve(self) -> None:
@@ -240,7 +253,12 @@ def _load_and_serve() -> Library | None:
 
 
 def forget_all() -> None:
-    """Forget the programs that have been compiled, which are over, and what they have not taken."""
+    """Forget the programs that have been compiled, which are over, and what they have not taken.
+
+    Ranks that are threads of one process forget nothing: others have programs that run.
+    """
+    if finder() is not for_collective:
+        return
     _registered.clear()
     if _load_and_serve.cache_info().currsize and (library := served_library()) is not None:
         library.forget()
