@@ -3,6 +3,7 @@
     python examples/keras_digits.py                                          # one rank
     hvdlite-run -np 2 python examples/keras_digits.py                        # two
     KERAS_BACKEND=torch hvdlite-run -np 2 python examples/keras_digits.py    # with PyTorch
+    KERAS_BACKEND=jax hvdlite-run -np 2 python examples/keras_digits.py      # with JAX
 
 Keras' own `fit`, with any backend that hvdlite knows. The lines marked "hvdlite:" are all that
 makes the script distributed. The data comes with scikit-learn. A step works on the same number of

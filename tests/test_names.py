@@ -180,7 +180,14 @@ def test_a_framework_is_imported_only_for_its_own_users() -> None:
 
 
 @pytest.mark.tf
-@pytest.mark.parametrize(("backend", "other"), [("torch", "tensorflow"), ("tensorflow", "torch")])
+@pytest.mark.parametrize(
+    ("backend", "other"),
+    [
+        ("torch", "tensorflow"),
+        ("tensorflow", "torch"),
+        pytest.param("jax", "tensorflow", marks=pytest.mark.jax),
+    ],
+)
 def test_keras_imports_only_its_backend(backend: str, other: str) -> None:
     for needed in ("keras", backend):
         if find_spec(needed) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class _Paths(Sources):
 class Reducer(reducer.Reducer):
     """Reduces the gradients of a pytree, at once or in the program that is being traced."""
 
-    sources = _Paths()
+    sources: ClassVar[Sources] = _Paths()
     variable = "path of a leaf, such as \"['dense']['kernel']\""
 
     def reduce_tree(self, gradients: Any) -> Any:

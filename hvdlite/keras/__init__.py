@@ -1,4 +1,4 @@
-"""hvdlite for Keras 3, with TensorFlow or PyTorch as backend, and for Keras 2.
+"""hvdlite for Keras 3, with JAX, TensorFlow or PyTorch as backend, and for Keras 2.
 
 import hvdlite.keras as hvd
 

@@ -14,18 +14,19 @@ train(hvd.elastic.KerasState(model, epoch=0, batch=0))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, TypeVar
 
-from hvdlite.common.elastic.run import is_loss, run_until
+from hvdlite.common.elastic.run import run_until
 from hvdlite.common.elastic.variables import VariablesState
 from hvdlite.keras.callbacks.elastic import (
     CommitStateCallback,
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from hvdlite.keras.framework import keras
-from hvdlite.keras.subclass import Distributed
+from hvdlite.keras.framework import attach_state, keras, tools
+from hvdlite.keras.gradient_exchange import Exchange
+from hvdlite.keras.optimizer_families import parts_of
+from hvdlite.keras.subclass import Distributed, exchange_of
 from hvdlite.keras.variables import (
     build_optimizer_for,
     model_variables,
@@ -42,10 +43,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     After a change of the job's ranks the function is called again, with the state that all of them
     share. What it returns is returned, and errors of the script are raised.
     """
-    if keras.backend.backend() != "tensorflow":
-        return run_until(func, is_loss)
-    is_loss_here = import_module("hvdlite.tf.errors").is_loss_in_tensorflow
-    return run_until(func, is_loss_here)
+    return run_until(func, tools().is_loss)
 
 
 class KerasState(VariablesState):
@@ -62,6 +60,8 @@ class KerasState(VariablesState):
                 f"the model {model.name} is not built, so it has no weights to save: call "
                 "model.build(input_shape), or the model with some data, before"
             )
+        # The values of what each rank has of its own, as saved last.
+        self._saved_own: list[Any] = []
         self.model = model
         self.optimizer = model.optimizer if optimizer is None else optimizer
         if self.optimizer is not None:
@@ -69,11 +69,44 @@ class KerasState(VariablesState):
         super().__init__(**kwargs)
 
     def _variables(self) -> Sequence[Any]:
+        attach_state(self.model)
         optimizer = [] if self.optimizer is None else optimizer_variables(self.optimizer)
         # That of Keras 2 is no variable of the optimizer; it may be a number, or a schedule.
         rate = getattr(self.optimizer, "learning_rate", None)
         rates = [rate] if hasattr(rate, "assign") else []
         return without([*model_variables(self.model), *optimizer, *rates], [])
+
+    def _own_variables(self) -> Sequence[Any]:
+        """Return what ranks keep for themselves, seeds of dropout, and can lose: with JAX.
+
+        There a step gets the memory of the state before, also one that fails.
+        """
+        if keras.backend.backend() != "jax":
+            return []
+        return without(self.model.non_trainable_variables, self._variables())
+
+    def _exchanges(self) -> list[Exchange]:
+        parts = parts_of(self.optimizer)
+        return [exchange_of(part) for part in parts if isinstance(part, Distributed)]
+
+    def _save_variables(self) -> None:
+        super()._save_variables()
+        self._saved_own = self._values(self._own_variables())
+
+    def restore(self) -> None:
+        """Go back to the last save; see `VariablesState`."""
+        self._assign(self._own_variables(), self._saved_own)
+        for exchange in self._exchanges():
+            exchange.forget_passes()
+        super().restore()
+
+    def _enter_world(self) -> None:
+        super()._enter_world()
+        forget = getattr(tools(), "forget_programs", None)
+        if forget is not None:
+            forget()
+        for exchange in self._exchanges():
+            exchange.forget_passes()
 
     def _compressing(self) -> Any:
         return self.optimizer if isinstance(self.optimizer, Distributed) else None

@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError as error:
     raise with_remedy(error, PACKAGE, REMEDY) from None
 
-_ADAPTERS = {"tensorflow": "hvdlite.tf", "torch": "hvdlite.torch"}
+_ADAPTERS = {"jax": "hvdlite.jax", "tensorflow": "hvdlite.tf", "torch": "hvdlite.torch"}
 
 
 def backend_of(package: Any) -> str:
@@ -29,12 +29,36 @@ def backend_of(package: Any) -> str:
     """
     backend: str = package.backend.backend()
     if backend not in _ADAPTERS:
-        supported = " and ".join(sorted(_ADAPTERS))
+        *others, last = sorted(_ADAPTERS)
         raise NotImplementedError(
-            f"hvdlite.keras works with the Keras backends {supported}, and this is {backend}: set "
-            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"
+            f"hvdlite.keras works with the Keras backends {', '.join(others)} and {last}, and this "
+            f"is {backend}: set KERAS_BACKEND to one of them"
         )
     return backend
+
+
+def tools() -> ModuleType:
+    """Return the module beside this one that knows the backend of Keras.
+
+    Raises `NotImplementedError` as `backend_of` does.
+    """
+    return import_module(f"hvdlite.keras.on_{backend_of(keras)}")
+
+
+def attach_state(model: Any) -> None:
+    """Give the variables of a model, and of its optimizer, the values that they have now.
+
+    During an epoch of `fit` with JAX only the training step has them.
+    """
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
+
+
+def wait_for_programs() -> None:
+    """Wait for the steps that this thread has begun: `fit` with JAX goes on while they run."""
+    wait = getattr(tools(), "wait_for_programs", None)
+    if wait is not None:
+        wait()
 
 
 @cache

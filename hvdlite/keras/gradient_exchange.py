@@ -64,12 +64,23 @@ class Exchange:
             self.accumulator = tools.Accumulator(
                 settings.passes, settings.average_passes, settings.reduction.sparse_as_dense
             )
+        # The same, where its sums are among the variables of the optimizer: with JAX.
+        self._sums = self.accumulator if hasattr(self.accumulator, "variables_for") else None
+        if self._sums is not None:
+            self._sums.state = self._state
+        self._lasting_only = False
         if settings.local_layers is not None:
             self.local.add_layers(settings.local_layers)
         self._reduced = False
         self._check = VariablesCheck(self._reducer, tools.compare_variables)
         # The optimizer that the user has called last, which may be around the others.
         self._optimizer: Callable[[], Any] = lambda: None
+        # The one that the user has wrapped, which may be around the others, too.
+        self._wrapped: Callable[[], Any] = lambda: None
+
+    def wrap(self, optimizer: Any) -> None:
+        """Take note of the optimizer that this is the exchange of."""
+        self._wrapped = ref(optimizer)
 
     def called_by(self, optimizer: Any) -> None:
         """Take note that a method of this optimizer was called, by the user or by another one."""
@@ -98,6 +109,42 @@ class Exchange:
     def sources(self, built: Sequence[Any]) -> list[Any]:
         """Return the variables whose gradients come in, where the optimizer was built for these."""
         return list(built)
+
+    def passing_variables(self, optimizer: Any, built: Sequence[Any]) -> list[Any]:
+        """Return what an optimizer, built for these variables, has only until a step ends."""
+        if self._sums is None or self._lasting_only or not built:
+            return []
+        if self._wrapped() is not optimizer:
+            return []
+        passing: list[Any] = self._sums.variables_for(self.sources(built))
+        return passing
+
+    def forget_passes(self) -> None:
+        """Begin a step anew, where the optimizer has the sums of its passes."""
+        if self._sums is not None:
+            self._sums.forget()
+
+    @contextmanager
+    def lasting_only(self) -> Iterator[None]:
+        """Let the optimizer have only variables that last, within this context.
+
+        What it has until a step ends is of this rank alone, and of no other optimizer.
+        """
+        before, self._lasting_only = self._lasting_only, True
+        try:
+            yield
+        finally:
+            self._lasting_only = before
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether gradients count as reduced: those that are handed over within a step."""
+        return self._reduced
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether a step keeps nothing but what it returns."""
+        return self.accumulator is None or self._sums is not None
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients, reduced over all ranks.
@@ -156,10 +203,11 @@ class Exchange:
         self._check.step(variables, self._common_state)
 
     def _common_state(self) -> list[Any]:
-        optimizer = self._optimizer()
-        if optimizer is None or not self.state_is_common:
-            return []
-        variables = getattr(optimizer, "variables", ())
+        with self.lasting_only():
+            return self._state() if self.state_is_common else []
+
+    def _state(self) -> list[Any]:
+        variables = getattr(self._optimizer(), "variables", ())
         return list(variables() if callable(variables) else variables)
 
     @contextmanager

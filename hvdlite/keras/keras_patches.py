@@ -1,4 +1,4 @@
-"""Patches of Keras: three methods that handle gradients where the optimizer cannot see them.
+"""Patches of Keras: methods that handle gradients and state where the optimizer cannot see it.
 
 They are replaced when the first optimizer is wrapped. For models and optimizers that are not
 distributed they do what they did before.
@@ -6,7 +6,8 @@ distributed they do what they did before.
 - A LossScaleOptimizer, which ``compile()`` puts around an optimizer for mixed precision, skips a
   step in which a gradient has overflowed. It has to look at the reduced gradients: if each rank
   decided for itself, some would wait for others that have skipped the step.
-- A model makes its training step, perhaps with XLA, which cannot contain a collective.
+- A model makes its training step. That of TensorFlow cannot have collectives if XLA compiles it.
+- An optimizer saves and loads its variables, without those that last only until a step ends.
 - `fit` knows where an iteration begins and ends, which the settings may want to have traced.
 """
 
@@ -23,7 +24,7 @@ from hvdlite.common.iterations.live import traces_of_loops
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.keras.gradient_exchange import Exchange
 from hvdlite.keras.optimizer_families import Kind, parts_of
-from hvdlite.keras.subclass import Distributed, exchange_of
+from hvdlite.keras.subclass import Distributed, exchange_of, lasting_only
 
 _MADE_FOR = "_hvdlite_exchange"  # The exchange that the training step of a model was made with.
 ON_SERVERS = "_hvdlite_on_servers"  # An attribute of optimizers whose steps are made by servers.
@@ -37,6 +38,9 @@ def patch_keras(kind: Kind) -> None:
             _replace(kind.loss_scaler_class, name, partial(_scaling, entry))
     _replace(kind.module.Model, "make_train_function", _making_step)
     _replace(kind.module.Model, "fit", _fitting)
+    if kind.package == "keras":
+        for name in ("save_own_variables", "load_own_variables"):
+            _replace(kind.module.optimizers.Optimizer, name, _storing)
 
 
 def _replace(cls: type, name: str, make: Callable[[Method], Method]) -> None:
@@ -46,6 +50,16 @@ def _replace(cls: type, name: str, make: Callable[[Method], Method]) -> None:
         replacement: Any = wraps(method)(make(method))
         replacement._hvdlite = True
         setattr(owner, name, replacement)
+
+
+def _storing(method: Method) -> Method:
+    """Make an optimizer save and load what any optimizer of its class has."""
+
+    def store_own_variables(self: Any, store: Any) -> Any:
+        with lasting_only(self):
+            return method(self, store)
+
+    return store_own_variables
 
 
 def _scaling(entry: Any, method: Method) -> Method:
@@ -85,7 +99,7 @@ def _making_step(method: Method) -> Method:
         _check_server_optimizer(self)
         exchange = _exchange_in(getattr(self, "optimizer", None))
         if exchange is not None and exchange.settings.reduction.active:
-            if self.jit_compile:
+            if self.jit_compile and exchange.settings.backend == "tensorflow":
                 _warn_once()
                 self.jit_compile = False
             force = force or _is_stale(self, exchange)
@@ -151,9 +165,9 @@ def _is_elastic(callbacks: Any) -> bool:
 
 
 def _exchange_in(optimizer: Any) -> Exchange | None:
-    """Return the exchange of a distributed optimizer whose gradients are TensorFlow's."""
+    """Return the exchange of a distributed optimizer whose steps are compiled."""
     for part in parts_of(optimizer):
-        if isinstance(part, Distributed) and part._hvdlite_settings.backend == "tensorflow":
+        if isinstance(part, Distributed) and part._hvdlite_settings.backend != "torch":
             return exchange_of(part)
     return None
 

@@ -6,8 +6,9 @@ come in the same order on all its ranks.
 
 Errors are those of the adapter. With TensorFlow `tf.errors.InvalidArgumentError` (a `ValueError` as
 well) says what is wrong on this rank, `tf.errors.FailedPreconditionError` what ranks disagree on,
-`tf.errors.UnknownError` that one was lost; with PyTorch these are `ValueError` and
-`HorovodInternalError`, which the latter two of TensorFlow are as well.
+`tf.errors.UnknownError` that one was lost; with PyTorch and JAX these are `ValueError` and
+`HorovodInternalError`, which the latter two of TensorFlow are as well. In a program of JAX they may
+be called, too, which fails with `jax.errors.JaxRuntimeError`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     """Give all global variables of TensorFlow's graph their value on `root_rank`, at once.
 
     For graphs with sessions, in the session of Keras 2 or in the default one. Raises
-    `RuntimeError` where there are no global variables: with eager execution, and with PyTorch.
+    `RuntimeError` where there are no global variables: with eager execution, on JAX and PyTorch.
     """
     if keras.backend.backend() != "tensorflow" or _executing_eagerly():
         raise RuntimeError(

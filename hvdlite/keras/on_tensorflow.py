@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from hvdlite.tf.errors import is_loss_in_tensorflow as is_loss
 from hvdlite.tf.errors import unconverted as untraced
 from hvdlite.tf.optimizer.aggregation import Accumulator
 from hvdlite.tf.optimizer.gradient_exchange import Reducer
 from hvdlite.tf.weights import compare_variables
 
-__all__ = ["Accumulator", "Reducer", "compare_variables", "untraced"]
+__all__ = ["Accumulator", "Reducer", "compare_variables", "is_loss", "untraced"]

@@ -10,6 +10,7 @@ import torch
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import ReducedCopies, send_announced
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.elastic.run import is_loss
 from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.buckets import single_and_grouped
@@ -25,7 +26,7 @@ from hvdlite.torch.dtypes import DTYPE_NAMES
 from hvdlite.torch.optimizer.sparsity import Layouts
 from hvdlite.torch.weights import of_tensor
 
-__all__ = ["Accumulator", "Reducer", "compare_variables", "untraced"]
+__all__ = ["Accumulator", "Reducer", "compare_variables", "is_loss", "untraced"]
 
 Gradients = Mapping[str, Any]
 Wait = Callable[[], Gradients]

@@ -49,10 +49,11 @@ def DistributedOptimizer(  # noqa: N802
     saves of it names the original class: a saved model can be loaded without hvdlite, and has a
     plain optimizer then; `load_model` wraps it again.
 
-    - `optimizer`: an optimizer of Keras 3 (with TensorFlow or PyTorch as backend) or of Keras 2. A
-      LossScaleOptimizer may be around it, inside it, or come from ``compile()``.
+    - `optimizer`: an optimizer of Keras 3 (with JAX, TensorFlow or PyTorch as backend) or of Keras
+      2. A LossScaleOptimizer may be around it, inside it, or come from ``compile()``.
     - `name`: begins the names of all its reductions.
-    - `sparse_as_dense`: sparse gradients are sent as dense ones, otherwise by their rows.
+    - `sparse_as_dense`: sparse gradients are sent as dense ones, otherwise by their rows; with JAX
+      they are a `TypeError` then.
     - `op`: Average or Sum.
     - `backward_passes_per_step`: how many backward passes accumulate, as a sum, before gradients
       are sent; `average_aggregated_gradients` divides the sum by that number. ``iterations`` counts

@@ -91,7 +91,7 @@ def _apply(
     variables = None if trainable_variables is None else list(trainable_variables)
     if variables:
         _build_for_branches(optimizer, variables, exchange)
-    built = exchange.sources(_trainable_variables(optimizer))
+    built = exchange.sources(built_variables(optimizer))
     targets = built if variables is None else variables
     if not gradients or len(targets) != len(gradients):
         return method(optimizer, gradients, variables)  # Keras raises the error.
@@ -103,7 +103,7 @@ def _apply(
     )
 
 
-def _trainable_variables(optimizer: Any) -> list[Any]:
+def built_variables(optimizer: Any) -> list[Any]:
     """Return the variables an optimizer of Keras 3 was built with; a loss scaler may have none."""
     built = [getattr(part, "_trainable_variables", []) for part in parts_of(optimizer)]
     return max(built, key=len)
@@ -117,15 +117,32 @@ def _stateless_apply(
     grads: Any,
     trainable_variables: Any,
 ) -> Any:
-    """Replace ``stateless_apply()`` of Keras 3."""
-    if exchange.settings.passes > 1:
+    """Replace ``stateless_apply()`` of Keras 3, which ``fit()`` calls with JAX."""
+    gradients, given = list(grads), list(trainable_variables)
+    state = list(optimizer.variables)
+    if not exchange.is_stateless:
         raise ValueError("stateless_apply() keeps no gradients: backward_passes_per_step must be 1")
-    return exchange.through(
-        list(grads),
-        _trainable_variables(optimizer),
-        lambda reduced: method(optimizer, optimizer_variables, reduced, trainable_variables),
-        lambda: None,
-    )
+    built = built_variables(optimizer)
+    variables = exchange.sources(built)
+    as_many = len(gradients) == len(variables) == len(given)
+    if exchange.is_reduced or not as_many or len(state) != len(optimizer_variables):
+        return method(optimizer, optimizer_variables, gradients, given)  # Keras raises errors.
+    known = [*zip(variables, given, strict=True), *zip(state, optimizer_variables, strict=True)]
+
+    def step(reduced: list[Any]) -> None:
+        changing = [*exchange.targets(built), *state]
+        before = [_values(exchange.targets(built)), _values(state)]
+        after = method(optimizer, before[1], reduced, before[0])
+        for variable, value in zip(changing, [*after[0], *after[1]], strict=True):
+            variable.assign(value)
+
+    with keras.StatelessScope(known):
+        exchange.through(gradients, variables, step, lambda: _count_pass(optimizer))
+        return _values(variables), _values(state)
+
+
+def _values(variables: Sequence[Any]) -> list[Any]:
+    return [variable.value for variable in variables]
 
 
 def _apply_gradients(

@@ -94,15 +94,14 @@ class ShardedExchange(Exchange):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._shards: list[_Shard] = []
+        self._variables: list[Any] = []  # Those of all shards, in the order of the model.
         self._place = (0, 1)
 
     def targets(self, variables: Any) -> Any:
         return [shard.variable for shard in self._shards] if self._shards else variables
 
     def sources(self, built: Sequence[Any]) -> list[Any]:
-        if not self._shards:
-            return list(built)
-        return [variable for shard in self._shards for variable in shard.variables]
+        return list(self._variables if self._shards else built)
 
     def arrange(self, variables: list[Any]) -> list[Any]:
         """Return the shards of these variables, made at the first call. Raises `ValueError`."""
@@ -117,6 +116,7 @@ class ShardedExchange(Exchange):
             for variable in variables:
                 by_dtype.setdefault(str(variable.dtype), []).append(variable)
             self._shards = [_Shard(each, *self._place) for each in by_dtype.values()]
+            self._variables = variables
         if {*map(id, variables)} != {*map(id, self.sources([]))}:
             raise ValueError(
                 f"shard_state=True: gradients of {len(variables)} variables for an optimizer that "
@@ -184,7 +184,8 @@ class ShardedExchange(Exchange):
         variables = self.sources(getattr(optimizer, "_trainable_variables", []))
         plain.build(variables)
         if not self._shards:  # This rank is alone.
-            _copy_variables(plain, optimizer)
+            with self.lasting_only():
+                _copy_variables(plain, optimizer)
             return plain
         slots_by_name = _slots(optimizer, [shard.variable for shard in self._shards])
         _copy_common(plain, optimizer)
@@ -201,7 +202,8 @@ class ShardedExchange(Exchange):
         built = list(plain._trainable_variables)
         optimizer.build(built)
         if not self._shards:
-            _copy_variables(optimizer, plain)
+            with self.lasting_only():
+                _copy_variables(optimizer, plain)
             return
         slots_by_name = _slots(optimizer, [shard.variable for shard in self._shards])
         _copy_common(optimizer, plain)

@@ -7,13 +7,14 @@ well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any, NoReturn
 
 from hvdlite.keras.gradient_exchange import Exchange, Settings
-from hvdlite.keras.optimizer_families import Kind, parts_of
+from hvdlite.keras.optimizer_families import Kind, built_variables, parts_of
 
 _EXCHANGE = "_hvdlite_exchange"
 Method = Callable[..., Any]
@@ -88,8 +89,19 @@ def exchange_of(optimizer: Any) -> Exchange:
     state: dict[str, Any] = optimizer.__dict__  # Keras would track a plain attribute.
     if _EXCHANGE not in state:
         state[_EXCHANGE] = make_exchange(optimizer._hvdlite_settings)
+        state[_EXCHANGE].wrap(optimizer)
     exchange: Exchange = state[_EXCHANGE]
     return exchange
+
+
+@contextmanager
+def lasting_only(optimizer: Any) -> Iterator[None]:
+    """Let an optimizer have no variables, within this context, that last only until a step ends."""
+    with ExitStack() as stack:
+        for part in parts_of(optimizer):
+            if isinstance(part, Distributed):
+                stack.enter_context(exchange_of(part).lasting_only())
+        yield
 
 
 def make_exchange(settings: Settings) -> Exchange:
@@ -106,6 +118,7 @@ def distribute(optimizer: Any, kind: Kind, exchange: Exchange) -> None:
     for part in list(parts_of(optimizer)):
         object.__setattr__(part, "__class__", _derived_class(type(part), kind, exchange))
         part.__dict__[_EXCHANGE] = exchange
+    exchange.wrap(optimizer)
 
 
 def _derived_class(base: Any, kind: Kind, exchange: Exchange) -> Any:
@@ -122,11 +135,19 @@ def _derived_class(base: Any, kind: Kind, exchange: Exchange) -> Any:
         if hasattr(base, name):
             namespace[name] = _guarded(getattr(base, name))
     if isinstance(getattr(base, "variables", None), property):
-        namespace["variables"] = property(lambda self: CallableList(base.variables.fget(self)))
+        namespace["variables"] = property(partial(_variables, base.variables.fget))
     metaclass: Any = type(base)
     cls = metaclass(base.__name__, (Distributed, base), namespace)
     save_as(base, cls, kind)
     return cls
+
+
+def _variables(method: Method, optimizer: Any) -> CallableList:
+    variables = CallableList(method(optimizer))
+    if optimizer._hvdlite_settings.passes > 1:
+        built = built_variables(optimizer)
+        variables += exchange_of(optimizer).passing_variables(optimizer, built)
+    return variables
 
 
 def _entering(method: Method | None, entry: Method) -> Method:

@@ -7,8 +7,6 @@ Variables of Keras 3 (of any backend), of Keras 2 and of TensorFlow are alike he
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,18 +14,17 @@ import numpy as np
 from hvdlite import numpy as hvd
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.keras.framework import backend_of, keras
+from hvdlite.keras.framework import tools
 from hvdlite.keras.optimizer_families import KINDS, parts_of
+from hvdlite.keras.subclass import lasting_only
 
 
-@cache
 def sources() -> Sources:
     """Return what tells the variables of the Keras backend apart.
 
     Raises `NotImplementedError` for a backend that hvdlite has no adapter for.
     """
-    tools = import_module(f"hvdlite.keras.on_{backend_of(keras)}")
-    backend_sources: Sources = tools.Reducer.sources
+    backend_sources: Sources = tools().Reducer.sources
     return backend_sources
 
 
@@ -50,8 +47,9 @@ def optimizers_of(model: Any) -> list[Any]:
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
     """Return the state of the optimizer, without the gradients that Keras accumulates locally."""
-    variables = getattr(optimizer, "variables", ())
-    variables = variables() if callable(variables) else variables
+    with lasting_only(optimizer):
+        variables = getattr(optimizer, "variables", ())
+        variables = variables() if callable(variables) else variables
     accumulated = [
         gradient
         for part in parts_of(optimizer)

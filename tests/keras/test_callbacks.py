@@ -96,10 +96,12 @@ def test_the_first_step_is_that_of_the_root() -> None:
     def main(rank: int) -> list[np.ndarray]:
         model = line([rank, rank + 1], sgd())
         seen: list[np.ndarray] = []
-        watch = keras.callbacks.LambdaCallback(
-            on_train_batch_begin=lambda batch, logs=None: seen.append(model.get_weights()[0].copy())
-        )
-        fit(model, callbacks.BroadcastGlobalVariablesCallback(1), watch)
+
+        class Watch(keras.callbacks.Callback):  # type: ignore[misc]
+            def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+                seen.append(self.model.get_weights()[0].copy())
+
+        fit(model, callbacks.BroadcastGlobalVariablesCallback(1), Watch())
         return [*seen, model.get_weights()[0]]
 
     for seen in run_ranks(3, main):

@@ -13,6 +13,7 @@ from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
     INPUTS,
     TARGETS,
+    apply_gradients,
     assert_close,
     assert_same,
     fit,
@@ -73,7 +74,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(make: Callable[[], Any]) 
         weights, optimizer = variable([0]), make()
         course = []
         for gradient in (1.0, np.inf if rank == 1 else 1.0, 2.0, 2.0, 2.0):
-            optimizer.apply_gradients([(scaled(optimizer, gradient * (rank + 1)), weights)])
+            apply_gradients(optimizer, [(scaled(optimizer, gradient * (rank + 1)), weights)])
             course.append((round(float(weights.numpy()[0]), 5), scale_of(optimizer)))
         return course
 
@@ -118,7 +119,7 @@ def test_passes_add_up_within_a_scaler() -> None:
         )
         course = []
         for gradient in (1.0, 2.0, np.inf if rank == 0 else 1.0, 1.0, 3.0, 3.0):
-            optimizer.apply_gradients([(scaled(optimizer, gradient + rank), weights)])
+            apply_gradients(optimizer, [(scaled(optimizer, gradient + rank), weights)])
             scale = scale_of(optimizer) if optimizer.built else 4.0
             course.append((float(weights.numpy()[0]), scale))
         return course

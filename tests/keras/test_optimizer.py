@@ -103,7 +103,14 @@ def test_fit(make: Make, size: int) -> None:
     "compiled",
     [
         {"run_eagerly": True},
-        pytest.param({"steps_per_execution": 3}, marks=tensorflow_only),
+        pytest.param(
+            {"steps_per_execution": 3},
+            marks=pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has one step at a time"),
+        ),
+        pytest.param(
+            {"jit_compile": False},
+            marks=pytest.mark.skipif(BACKEND != "jax", reason="elsewhere it is so in all tests"),
+        ),
     ],
 )
 def test_fit_as_compiled(compiled: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import LEGACY, keras
 from hvdlite.keras.subclass import Distributed
+from hvdlite.keras.variables import optimizer_variables
 from tests.keras.training import (
     INPUTS,
     TARGETS,
@@ -122,6 +123,29 @@ def test_the_config_is_that_of_the_original(make: Any) -> None:
         assert type(again) is type(make())
 
     run_ranks(1, serialize)
+
+
+@pytest.mark.parametrize("around", [False, pytest.param(True, marks=keras3_only)])
+def test_a_step_that_has_not_ended_is_not_saved(around: bool, tmp_path: Path) -> None:
+    """Any optimizer of this class can be loaded from it, and goes on."""
+    path = tmp_path / "model.keras"
+
+    def check(rank: int) -> None:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(adam(), backward_passes_per_step=2)
+        if around:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0)
+        model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
+        model.fit(INPUTS, TARGETS, batch_size=12, verbose=0)  # three passes
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        kept = numpy_of(optimizer_variables(model.optimizer))
+        for mine, other in zip(variables_of(loaded.optimizer), kept, strict=True):
+            np.testing.assert_array_equal(mine, other)
+        loaded.fit(INPUTS, TARGETS, verbose=0)
+        model.load_weights(path)
+
+    run_ranks(1, check)
 
 
 @pytest.mark.parametrize("cls", [Registered, Own])

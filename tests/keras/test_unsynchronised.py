@@ -145,6 +145,7 @@ def test_stateless_apply_of_a_loss_scaler(around: bool) -> None:
             state = [each.value for each in optimizer.variables]
             ((result,), _) = optimizer.stateless_apply(state, [tensor([gradient])], [weights.value])
             np.testing.assert_array_equal(numpy_of([result]), [[-2]])
+            weights.assign(result)
 
     run_ranks(2, step)
 

@@ -11,6 +11,7 @@ import hvdlite.keras as hvd
 from hvdlite.keras.framework import keras
 from tests.ranks import run_ranks
 
+BACKEND = keras.backend.backend()
 ROWS, BATCH, WIDTH = 36, 12, 4
 _random = np.random.default_rng(0)
 INPUTS = _random.normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -69,11 +70,46 @@ def train(model: Any, optimizer: Any, rank: int = 0, size: int = 1) -> Weights:
     """Train for four steps in a loop of the user's own."""
     inputs, targets = share(INPUTS, rank, size), share(TARGETS, rank, size)
     rows = BATCH // size
+    apply = compiled(optimizer.stateless_apply) if BACKEND == "jax" else None
     for step in range(4):
         batch = slice(rows * (step % 3), rows * (step % 3 + 1))
         gradients = gradients_of(model, inputs[batch], targets[batch])
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        if apply is None:
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        else:
+            step_by(apply, optimizer, gradients, model.trainable_variables)
     return numpy_of(model.get_weights())
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, as JAX compiles it; it may overwrite its first argument."""
+    import jax
+
+    made: Callable[..., Any] = jax.jit(function, donate_argnums=0)
+    return made
+
+
+def step_by(
+    stateless_apply: Callable[..., Any], optimizer: Any, gradients: Any, variables: Sequence[Any]
+) -> None:
+    """Make a step of an optimizer as scripts for JAX do."""
+    if not optimizer.built:
+        optimizer.build(variables)
+    state = optimizer.variables
+    values = stateless_apply(
+        [each.value for each in state], list(gradients), [each.value for each in variables]
+    )
+    for target, value in zip([*variables, *state], [*values[0], *values[1]], strict=True):
+        target.assign(value)
+
+
+def apply_gradients(optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Make a step in a loop of the user's own: on JAX a loss scaler has no other way."""
+    if BACKEND == "jax":
+        gradients, variables = zip(*pairs, strict=True)
+        step_by(optimizer.stateless_apply, optimizer, gradients, variables)
+    else:
+        optimizer.apply_gradients(pairs)
 
 
 def train_together(size: int, optimizer: Make) -> Weights:
@@ -131,7 +167,16 @@ def tensor(values: Any) -> Any:
 
 def gradients_of(model: Any, inputs: np.ndarray, targets: np.ndarray) -> list[Any]:
     """The gradients of the mean squared error, as a user's own loop computes them."""
-    if keras.backend.backend() == "torch":
+    if BACKEND == "jax":
+        import jax
+
+        def loss_of(weights: Any) -> Any:
+            outputs, _ = model.stateless_call(weights, model.non_trainable_variables, inputs)
+            return keras.ops.mean(keras.ops.square(outputs - targets))
+
+        found: list[Any] = jax.grad(loss_of)([each.value for each in model.trainable_variables])
+        return found
+    if BACKEND == "torch":
         import torch
 
         model.zero_grad()

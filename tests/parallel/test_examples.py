@@ -27,7 +27,7 @@ TENSORFLOW = (
     "tensorflow",
     {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", **NATIVE},
 )
-JAX = ("jax", {"JAX_PLATFORMS": "cpu", **NATIVE})
+JAX = ("jax", {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", **NATIVE})
 Framework = tuple[str, dict[str, str]]
 
 
@@ -64,6 +64,7 @@ def run(
         pytest.param("keras_digits.py", TENSORFLOW, 2, id="keras-tf-2", marks=NEEDS_MPIRUN),
         pytest.param("keras_digits.py", TORCH, 1, id="keras-torch-1", marks=RARELY),
         pytest.param("keras_digits.py", TORCH, 2, id="keras-torch-2", marks=NEEDS_MPIRUN),
+        pytest.param("keras_digits.py", JAX, 2, id="keras-jax-2", marks=NEEDS_MPIRUN),
     ],
 )
 def test_digits_are_read(script: str, framework: Framework, ranks: int, tmp_path: Path) -> None:
@@ -101,8 +102,9 @@ def test_digits_are_read_from_servers(mode: str, workers: str) -> None:
         ("elastic_tf_digits.py", TENSORFLOW, 1),
         ("elastic_keras_digits.py", TENSORFLOW, 1),
         ("elastic_keras_digits.py", TORCH, 1),
+        ("elastic_keras_digits.py", JAX, 1),
     ],
-    ids=["torch", "torch-2", "tf", "keras-tf", "keras-torch"],
+    ids=["torch", "torch-2", "tf", "keras-tf", "keras-torch", "keras-jax"],
 )
 def test_elastic_examples_train_in_fixed_jobs_too(
     script: str, framework: Framework, ranks: int

@@ -1,4 +1,4 @@
-"""Training on real ranks with Keras 2, and with Keras 3 on PyTorch; test_tf.py has TensorFlow."""
+"""Real ranks train with Keras 2, and Keras 3 on JAX and PyTorch; test_tf.py has TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.parallel.jobs import MPI, TCP, ranks, run_command
 PRELOAD = ("tests.lean", "tests.keras.training")
 KERAS3 = (3, "tensorflow", {})
 TORCH = (3, "torch", {"KERAS_BACKEND": "torch"})
+JAX = (3, "jax", {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"})
 KERAS2 = (2, "tf_keras", {"TF_USE_LEGACY_KERAS": "1"})
 
 
@@ -22,6 +23,7 @@ KERAS2 = (2, "tf_keras", {"TF_USE_LEGACY_KERAS": "1"})
         pytest.param(*KERAS3, MPI, id="Keras 3-mpi", marks=pytest.mark.soak),
         pytest.param(*TORCH, TCP, id="torch-tcp"),
         pytest.param(*TORCH, MPI, id="torch-mpi", marks=pytest.mark.soak),
+        pytest.param(*JAX, TCP, id="jax-tcp", marks=pytest.mark.jax),
         pytest.param(*KERAS2, TCP, id="Keras 2-tcp"),
         pytest.param(*KERAS2, MPI, id="Keras 2-mpi", marks=pytest.mark.soak),
     ],

@@ -16,7 +16,7 @@ from hvdlite.keras.callbacks.learning_rate import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
 )
-from hvdlite.keras.framework import keras
+from hvdlite.keras.framework import keras, wait_for_programs
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -142,6 +142,7 @@ class IterationTraceCallback(Callback):
         """End the iteration."""
         block, self._batch = self._batch, None
         if block is not None:
+            wait_for_programs()
             block.__exit__(None)
 
 

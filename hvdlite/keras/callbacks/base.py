@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdlite import numpy as hvd
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.keras.framework import keras
+from hvdlite.keras.framework import attach_state, keras
 
 
 class Callback(keras.callbacks.Callback):
@@ -30,7 +30,8 @@ class Callback(keras.callbacks.Callback):
 
     @property
     def model(self) -> Any:
-        """The model that is trained; None outside `fit`."""
+        """The model that is trained, with the values that it has now; None outside `fit`."""
+        attach_state(self._trained)
         return self._trained
 
     @model.setter

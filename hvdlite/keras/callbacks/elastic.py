@@ -188,9 +188,10 @@ class UpdateBatchStateCallback(StateCallback):
         """Let the epoch, whose batches are all done, pass without training: Keras begins one."""
         model, train = self.model, self.model.train_function
 
-        def skip(iterator: Any) -> dict[str, Any]:
+        def skip(*arguments: Any) -> Any:
             model.train_function = train
-            return {}
+            *state, _ = arguments  # With JAX the first is the state, which is returned.
+            return ({}, *state) if state else {}
 
         skip.instead_of = train  # type: ignore[attr-defined]
         model.train_function = skip

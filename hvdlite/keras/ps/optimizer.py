@@ -44,7 +44,8 @@ def DistributedOptimizer(  # noqa: N802
 
     - `mode`, `staleness`, `op`, `scale`: as in `hvdlite.torch.ps.DistributedOptimizer`.
 
-    Schedules of the learning rate run in the workers. Raises `ValueError` for an optimizer that is
+    Schedules of the learning rate run in the workers. Raises `NotImplementedError` for Keras on
+    JAX. Raises `ValueError` for an optimizer that is
     not of Keras 3 or that was built already, for one that looks at whole variables or at all
     gradients, and for clipping by norms, averages of weights, accumulation and loss scaling.
     """
@@ -53,6 +54,11 @@ def DistributedOptimizer(  # noqa: N802
     if kind.package != "keras":
         raise ValueError(f"servers step with an optimizer of Keras 3, not of {kind.package}")
     backend = backend_of(keras)
+    if backend == "jax":
+        raise NotImplementedError(
+            "servers make no steps for Keras on JAX, whose programs cannot push and pull: set "
+            "KERAS_BACKEND to tensorflow or torch, or push and pull yourself"
+        )
     _check(optimizer)
     if context.role() == "server":
         serve(lambda _: KerasUpdater(optimizer))
