@@ -49,6 +49,7 @@ THOROUGH = (
     "common/collectives/",
     "common/engine/test_random_joins.py",
     "common/engine/test_random_order.py",
+    "keras/test_matrix.py",
     "ps/test_scenarios.py",
     "simulation/",
     "test_wheel.py",
