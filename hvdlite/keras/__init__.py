@@ -28,6 +28,7 @@ from hvdlite.keras.mpi_ops import (
     broadcast,
     broadcast_global_variables,
     reducescatter,
+    shutdown,  # noqa: F401
 )
 from hvdlite.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from hvdlite.missing_names import attribute_error

@@ -78,6 +78,14 @@ def reducescatter(
     return adapter().reducescatter(tensor_of(value), op=op, name=name, process_set=process_set)
 
 
+def shutdown() -> None:
+    """Depart from the job, after the programs of JAX that this thread has started.
+
+    Everything else as `shutdown` of the adapter for the backend.
+    """
+    adapter().shutdown()
+
+
 def broadcast_global_variables(root_rank: int) -> None:
     """Give all global variables of TensorFlow's graph their value on `root_rank`, at once.
 

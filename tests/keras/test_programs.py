@@ -136,6 +136,55 @@ def test_a_divided_state_over_variables_of_several_dtypes() -> None:
             np.testing.assert_array_equal(values, np.full(3 + number, -2))
 
 
+def test_a_callback_alone_reads_and_sets_what_only_the_step_has() -> None:
+    def main(rank: int) -> float:
+        model = make_model()
+        model.compile(distributed(), loss="mse")
+        rates = hvd.callbacks.LearningRateScheduleCallback(
+            1.0, lambda epoch: 0.0, staircase=False, momentum_correction=False
+        )
+        model.fit(INPUTS, TARGETS, batch_size=12, verbose=0, callbacks=[rates])
+        assert_same([numpy_of(model.get_weights()), numpy_of(make_model().get_weights())])
+        return float(model.optimizer.learning_rate.numpy())
+
+    assert run_ranks(2, main) == [0, 0]
+
+
+def test_a_step_is_compiled_anew_for_another_number_of_ranks() -> None:
+    job = ElasticJob(3)
+
+    class Dying(keras.callbacks.Callback):  # type: ignore[misc]
+        def __init__(self, worker: Worker) -> None:
+            super().__init__()
+            self.worker = worker
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if self.worker.number == 1 and epoch == 1:
+                self.worker.die()
+
+    def main(worker: Worker) -> list[float]:
+        layer = keras.layers.Dense(2, bias_initializer="ones", kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((4,)), layer])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+        model.compile(optimizer, loss=lambda _, outputs: outputs * hvd.size())
+        losses: list[float] = []
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            counting = hvd.elastic.UpdateEpochStateCallback(state)
+            commit = hvd.elastic.CommitStateCallback(state)
+            found = model.fit(
+                INPUTS, TARGETS, epochs=3 - state.epoch, verbose=0,
+                callbacks=[counting, commit, Dying(worker)],
+            )  # fmt: skip
+            losses.extend(found.history["loss"])
+
+        train(hvd.elastic.KerasState(model, epoch=0, batch=0))
+        return losses[-1:]
+
+    assert job.run(main) == [[2], None, [2]]
+
+
 def test_servers_are_refused() -> None:
     optimizer = sgd()
     with pytest.raises(NotImplementedError, match="set KERAS_BACKEND to tensorflow or torch"):

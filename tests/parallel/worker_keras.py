@@ -12,7 +12,17 @@ import numpy as np
 
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import keras
-from tests.keras.training import BATCH, INPUTS, TARGETS, adam, make_model, sgd, share
+from tests.keras.training import (
+    BATCH,
+    INPUTS,
+    TARGETS,
+    adam,
+    compiled,
+    make_model,
+    sgd,
+    share,
+    step_by,
+)
 
 
 def train(optimizer: Any, rank: int, size: int, *callbacks: Any) -> np.ndarray:
@@ -33,8 +43,22 @@ def train(optimizer: Any, rank: int, size: int, *callbacks: Any) -> np.ndarray:
     return np.concatenate([np.asarray(weights).ravel() for weights in model.get_weights()])
 
 
+def leave_at_once() -> None:
+    """Shut down while steps that were begun have not ended: they do before."""
+    weights, count = keras.Variable(np.zeros(1 << 20), name="weights"), 5
+    optimizer, expected = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), 1 + hvd.size()
+    optimizer.build([weights])
+    gradient = keras.ops.full(weights.shape, 2.0 * (hvd.rank() + 1))
+    apply = compiled(optimizer.stateless_apply)
+    for _ in range(count):
+        step_by(apply, optimizer, [gradient], [weights])
+    hvd.shutdown()
+    assert (weights.numpy() == -count * expected).all()
+
+
 def main() -> None:
     hvd.init()
+    rank, size = hvd.rank(), hvd.size()
     for make in (sgd, adam):
         optimizer = hvd.DistributedOptimizer(make())
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
@@ -42,9 +66,11 @@ def main() -> None:
         np.testing.assert_allclose(weights, train(make(), 0, 1), rtol=1e-4, atol=2e-6)
         everyone = np.asarray(hvd.allgather(weights[None], name="weights"))
         assert (everyone == weights).all()
+    if keras.backend.backend() == "jax":
+        leave_at_once()
     if keras.backend.backend() == "torch":
         assert "tensorflow" not in sys.modules
-    sys.stdout.write(f"rank {hvd.rank()} of {hvd.size()} is content\n")
+    sys.stdout.write(f"rank {rank} of {size} is content\n")
 
 
 if __name__ == "__main__":
