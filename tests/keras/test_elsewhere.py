@@ -14,7 +14,7 @@ import pytest
 
 from tests.limits import patient
 
-LIMIT_SECONDS = 300
+LIMIT_SECONDS = 400
 CHOSEN = bool({"KERAS_BACKEND", "TF_USE_LEGACY_KERAS"} & os.environ.keys())
 ELSEWHERE = {
     "jax": ({"KERAS_BACKEND": "jax"}, "jax"),
