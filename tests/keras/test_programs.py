@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import keras
 from hvdlite.keras.ps import DistributedOptimizer as OnServers
+from hvdlite.keras.variables import optimizer_variables
 from tests.elastic_job import ElasticJob, Worker
 from tests.keras.training import (
     BACKEND,
@@ -134,6 +136,32 @@ def test_a_divided_state_over_variables_of_several_dtypes() -> None:
     for found in run_ranks(2, main):
         for number, values in enumerate(found):
             np.testing.assert_array_equal(values, np.full(3 + number, -2))
+
+
+def test_a_checkpoint_has_no_step_that_has_not_ended(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
+
+    def start(passes: int) -> Any:
+        weights = variable(np.zeros(2))
+        optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
+        hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes)
+        optimizer.build([weights])
+        return weights, optimizer
+
+    def main(rank: int) -> list[Any]:
+        weights, optimizer = start(2)
+        for _ in range(3):
+            optimizer.apply_gradients([(tensor([1.0, 2.0]), weights)])
+        hvd.checkpoint.save(tmp_path / "it", {"optimizer": optimizer})
+        (_, plain), (_, again) = start(1), start(2)
+        hvd.checkpoint.load(tmp_path / "it", {"optimizer": plain})
+        hvd.checkpoint.save(tmp_path / "plain", {"optimizer": plain})
+        hvd.checkpoint.load(tmp_path / "plain", {"optimizer": again})
+        return [numpy_of(optimizer_variables(each)) for each in (optimizer, plain, again)]
+
+    for everywhere in run_ranks(2, main):
+        assert_same(everywhere)
+        assert len(everywhere[1]) == 3  # the count of passes, the rate and the momentum
 
 
 def test_a_callback_alone_reads_and_sets_what_only_the_step_has() -> None:

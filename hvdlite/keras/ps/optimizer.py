@@ -44,10 +44,10 @@ def DistributedOptimizer(  # noqa: N802
 
     - `mode`, `staleness`, `op`, `scale`: as in `hvdlite.torch.ps.DistributedOptimizer`.
 
-    Schedules of the learning rate run in the workers. Raises `NotImplementedError` for Keras on
-    JAX. Raises `ValueError` for an optimizer that is
-    not of Keras 3 or that was built already, for one that looks at whole variables or at all
-    gradients, and for clipping by norms, averages of weights, accumulation and loss scaling.
+    Schedules of the learning rate run in the workers. Raises `NotImplementedError` with JAX, and
+    `ValueError` for an optimizer that is not of Keras 3 or that was built already, for one that
+    looks at whole variables or at all gradients, and for clipping by norms, averages of weights,
+    accumulation and loss scaling.
     """
     options = TableOptions.of(mode, staleness, op, scale)
     kind = kind_of(optimizer)
