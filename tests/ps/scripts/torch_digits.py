@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from hvdlite.ps.layouts import blocks
+from hvdlite.ps.scheduler import registry
 from hvdlite.torch import ps
-from hvdlite.torch.ps import optimizer as ps_optimizer
 from tests.ps.digits import OPTIMIZERS, batch, loss_of, network
 
 
@@ -82,7 +82,7 @@ def endless(folder: Path, first: int, more: int, decides: bool) -> Iterator[int]
 
 def main_in_parts(folder: Path, part_bytes: int, *words: Any) -> None:
     """Train with tensors that are cut into parts of so many bytes, of which blocks have two."""
-    ps_optimizer.PART_BYTES, blocks.BLOCK_BYTES = part_bytes, 2 * part_bytes
+    registry.PART_BYTES, blocks.BLOCK_BYTES = part_bytes, 2 * part_bytes
     main(folder, *words)
 
 

@@ -17,11 +17,11 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.ps import context
 from hvdlite.ps.context import PREFIX, serve
 from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.scheduler import registry
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.row_store import ZEROS, RowsSpec
 from hvdlite.ps.worker.table_shards import TableShards
 from hvdlite.torch import ps
-from hvdlite.torch.ps import optimizer as ps_optimizer
 from tests.ps.digits import OPTIMIZERS, batch, loss_of, network
 
 SIZES, ROWS, LENGTH = (300, 7, 40), 50, 3
@@ -103,7 +103,7 @@ class InTorch:
     """Lets servers step by SGD with the negative of integers."""
 
     def __init__(self, plan: Plan) -> None:
-        ps_optimizer.PART_BYTES = PART_BYTES
+        registry.PART_BYTES = PART_BYTES
         self._weights = [torch.nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in SIZES]
         named = [(str(number), weight) for number, weight in enumerate(self._weights)]
         self._optimizer = ps.DistributedOptimizer(
@@ -131,9 +131,8 @@ class InKeras:
         import keras
 
         from hvdlite.keras import ps as keras_ps
-        from hvdlite.keras.ps import optimizer as keras_optimizer
 
-        keras_optimizer.PART_BYTES = PART_BYTES
+        registry.PART_BYTES = PART_BYTES
         self._weights = [keras.Variable(np.zeros(size), dtype="float64") for size in SIZES]
         self._optimizer = keras_ps.DistributedOptimizer(
             keras.optimizers.SGD(1.0), plan.mode, plan.staleness, ReduceOp.SUM
@@ -155,7 +154,7 @@ class OfDigits:
     """Trains the digits with Adam, in sync."""
 
     def __init__(self, plan: Plan) -> None:
-        ps_optimizer.PART_BYTES = 2048
+        registry.PART_BYTES = 2048
         self._workers = plan.workers
         self._model = network()
         self._optimizer = ps.DistributedOptimizer(
