@@ -29,7 +29,7 @@ def prepared_group(
     known = runtime.requests.get(name)
     if known is not None and known[0] == specs and known[1] == options:
         remembered = cast("tuple[Request, ...]", known[2])
-        if all(each.collective == collective for each in remembered[:1]):
+        if not remembered or remembered[0].collective == collective:
             return remembered
     for spec in specs:
         check_call(collective, name, spec, options, members)
