@@ -36,10 +36,11 @@ struct Bfloat16 {
   using Value = float;
   using Result = uint16_t;
   static Value widen(Element element) { return as_float(uint32_t(element) << 16); }
-  static Result narrow(Value value) {
-    uint32_t bits = as_bits(value), nan = (bits >> 16 & 0x8000) | 0x7fc0;
-    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return Result((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+  static Result narrow(Value value) { return Result(rounded(value) >> 16); }
+  // The upper half is the element.
+  static uint32_t rounded(Value value) {
+    uint32_t bits = as_bits(value), nan = (bits & 0x80000000) | 0x7fc00000;
+    return (bits & 0x7fffffff) > 0x7f800000 ? nan : bits + 0x7fff + (bits >> 16 & 1);
   }
 };
 

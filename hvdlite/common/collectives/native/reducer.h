@@ -117,9 +117,32 @@ struct Reducer {
       for (; i + 8 <= n; i += 8)
         put8(results + i, _mm256_add_ps(take8(first + i), take8(second + i)));
 #endif
+    if constexpr (std::is_same_v<Type, Bfloat16>) i = combine_pairs(first, second, n, results);
 #pragma GCC ivdep
     for (int64_t k = i; k < n; ++k)
       results[k] = given(Operation::combine(taken(first[k]), taken(second[k])));
+  }
+
+  // Two elements of bfloat16 are the halves of a word: none is widened or packed by itself.
+  int64_t combine_pairs(const Element* first, const Element* second, int64_t n,
+                        Result* results) const {
+    int64_t pairs = n / 2;
+#pragma GCC ivdep
+    for (int64_t k = 0; k < pairs; ++k) {
+      uint32_t a, b;
+      memcpy(&a, first + 2 * k, 4);
+      memcpy(&b, second + 2 * k, 4);
+      uint32_t low = combine_words(a << 16, b << 16);
+      uint32_t high = combine_words(a & 0xffff0000, b & 0xffff0000);
+      uint32_t both = low >> 16 | (high & 0xffff0000);
+      memcpy(results + 2 * k, &both, 4);
+    }
+    return 2 * pairs;
+  }
+
+  uint32_t combine_words(uint32_t a, uint32_t b) const {
+    return Type::rounded(Operation::combine(as_float(a) * prescale, as_float(b) * prescale) *
+                         postscale);
   }
 
   void load(const Element* part, int64_t n, Value* total) const {
