@@ -24,6 +24,7 @@ from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.tables.saved import SavedTable
 from hvdlite.ps.tables.table import Saved
+from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.shard import Shard
 from tests.ps.cluster import Cluster, Trainer, in_threads, trainers, wait_until
 from tests.ps.test_scaling import Added
@@ -71,6 +72,44 @@ def test_a_worker_and_a_server_return_while_servers_come_or_go(
     add_ones(again, lambda: registry.version == 2 and again.table.clock >= 20)
     assert registry.layout.num_servers == (1 if goes else 3)
     assert added_up(again) == {again.table.clock}
+
+
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 1)])
+def test_a_worker_that_does_not_make_its_step_again_holds_nobody_up(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    mode: str, staleness: int | None, loads: bool,
+) -> None:  # fmt: skip
+    """A server has a step of it; its successor loads, or waits for steps of another worker."""
+    monkeypatch.setattr(schedulers, "CHANGE_SECONDS", 0.5)
+    monkeypatch.setattr(schedulers, "PAUSE_SECONDS", 2.0)
+    cluster = new_cluster(2, 2, every=1, updater=Added)
+    first, other = trainers(cluster, 2, mode, staleness)
+    for trainer in (first, other):
+        add_ones(trainer, lambda trainer=trainer: trainer.table.clock == 1)
+    checkpoints.save(first.worker, cluster.folder / "saved")
+    cluster.stop_server(1)
+    first.push_ones()
+    snapshots = cluster.folder / "snapshots" / "server-0"
+    wait_until(lambda: any(snapshots.glob("t/*-000000000003.safetensors")))
+    first.worker.close()
+    cluster.restart_server(1)
+    again = Trainer(cluster.worker("worker 0", 0), mode, staleness)
+    other.table.pull(other.values)  # It has started there again.
+    assert again.table.clock == 1
+    other.worker.scale_servers(1)
+    wait_until(lambda: "worker 0 has steps to make before" in caplog.text)
+    if loads:
+        checkpoints.load(again.worker, cluster.folder / "saved")
+    else:
+        add_ones(other, lambda: other.table.clock == 2)
+    registry = cluster.state.registry
+    for trainer in (again, other):
+        add_ones(trainer, lambda trainer=trainer: trainer.table.clock >= 2)
+    wait_until(lambda: registry.version == 2)
+    again.table.pull(again.values)
+    steps = again.table.clock + other.table.clock
+    assert added_up(again) <= ({float(steps), steps - 1.0} if loads else {float(steps)})
 
 
 @pytest.mark.parametrize(("mode", "staleness"), [(SYNC, None), (ASYNC, None), (SSP, 1)])

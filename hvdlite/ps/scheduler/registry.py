@@ -197,7 +197,8 @@ class Registry:
 # 5. when all are ready, the next layout counts, as soon as the scheduler has written that down.
 #
 # The old tables stay as they are until then, and whoever is lost, comes, leaves or is silent gives
-# the change up: all go on in the present layout. A loss after that is the return of any member.
+# the change up: all go on in the present layout. So does one that takes too long, for a while. A
+# loss after that is the return of any member.
 #
 # This module never sends, sleeps or reads a clock.
 
@@ -235,8 +236,20 @@ class Change:
         if self.is_quiet and self.borders is None and self.stands.keys() >= set(old):
             self.borders = {name: self._border(name, mode) for name, mode in self.modes.items()}
             self.borders = {name: border for name, border in self.borders.items() if border}
+        return self.is_ready()
+
+    def is_ready(self) -> bool:
         servers = max(self.layout.num_servers, self.old_layout.num_servers)
         return self.borders is not None and self.ready >= set(range(servers))
+
+    def behind(self) -> list[int]:
+        """Return the workers that had steps to make before their borders, sorted."""
+        steps = [
+            (worker, step - self.clocks[worker][table])
+            for table, border in (self.borders or {}).items()
+            for worker, step in border.items()
+        ]
+        return sorted({worker for worker, missing in steps if missing > 0})
 
     def _border(self, table: str, mode: str) -> dict[int, int]:
         own = {worker: clocks[table] for worker, clocks in self.clocks.items() if table in clocks}

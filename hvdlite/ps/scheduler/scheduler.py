@@ -25,6 +25,9 @@ from hvdlite.ps.scheduler.registry import Change, Registry, TableOptions
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 8.0  # Several beats: servers come and go only while all members are heard of.
 WARNING_SECONDS = 60.0  # For which a change waits until that is said, and until it is said again.
+# A change takes so long at most, and twice as long each time that it was not enough; then all go on
+# for a while before it begins again.
+CHANGE_SECONDS, PAUSE_SECONDS = 15.0, 5.0
 # The role of the members that may send a request.
 ROLE_OF = {
     **dict.fromkeys(["declare", "barrier", "clocks", "scale", "turn", "over"], WORKER),
@@ -61,6 +64,8 @@ class Scheduler:
         # What members have said in their beats: the layout in which they are, and their tables.
         self._standing: dict[bytes, tuple[int, frozenset[str]]] = {}
         self._obstacle, self._warns_at = "", 0.0  # To the change that is wanted.
+        self._change_seconds = CHANGE_SECONDS
+        self._change_begins = self._change_ends = 0.0  # At the earliest, and at the latest.
         if state_file is not None:
             state_file.parent.mkdir(parents=True, exist_ok=True)
         if state_file is not None and state_file.exists():
@@ -130,18 +135,22 @@ class Scheduler:
         for number in [n for (role, n), each in members.items() if role == SERVER and each.lost]:
             del members[SERVER, number]  # It has come, and was lost before it had anything.
             self._change, self._wanted = None, self.registry.layout.num_servers
-        layout, wanted = self.registry.layout, self._wanted
+        layout, wanted, now = self.registry.layout, self._wanted, outside.now()
         change = self._change
         if change is None and (self.registry.immovable() or wanted == layout.num_servers):
+            return
+        if now < self._change_begins:
             return
         obstacle = self._find_obstacle(max(wanted, layout.num_servers))
         if change is not None and (obstacle or change.members != self._roll()):
             change = self._change = None  # What a server had taken may be lost with it.
+        if change is not None and now >= self._change_ends and not change.is_ready():
+            return self._pause_change(change, now)
         if change is None:
             if obstacle:
                 self._warn_of(obstacle)
             else:
-                self._obstacle = ""
+                self._obstacle, self._change_ends = "", now + self._change_seconds
                 number = self._next_number()
                 self._change = Change(
                     number, rebalance(layout, wanted), layout, self.registry.modes(), self._roll()
@@ -155,7 +164,24 @@ class Scheduler:
                 self.registry.layout, self.registry.version = before
                 return
             self.membership.servers_in_use = change.layout.num_servers
-            self._change = None
+            self._change, self._change_seconds = None, CHANGE_SECONDS
+
+    def _pause_change(self, change: Change, now: float) -> None:
+        """Give a change up that takes too long, and let all go on before it is tried again.
+
+        A worker that is to make a step before may wait for what others do after the border, or for
+        servers that may change no table now, as they do in a load.
+        """
+        late = ", ".join(f"worker {worker}" for worker in change.behind())
+        why = f"{late} has steps to make before" if late else "tables were on their way"
+        log.warning(
+            "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. It is "
+            "tried again in %g seconds",
+            self._wanted, self.registry.layout.num_servers, why, self._change_seconds,
+            PAUSE_SECONDS,
+        )  # fmt: skip
+        self._change, self._change_begins = None, now + PAUSE_SECONDS
+        self._change_seconds *= 2
 
     def _warn_of(self, obstacle: str) -> None:
         """Say what a change waits for, where it has waited for long."""

@@ -30,12 +30,12 @@ def main(folder: Path, life: int, plan: Plan) -> None:
     """Be a member of a job, in whatever role."""
     let_disk_be_full(folder)
     torch.set_num_threads(1)
-    ps.init()
     worker = int(os.environ["HVDLITE_NODE_ID"].lstrip("abcdefghijklmnopqrstuvwxyz"))
+    if phase := os.environ.get("SOAK_PHASE"):  # In sync all wait for a worker that has come.
+        wait_for((folder / f"has-begun-{life}-{phase}").exists)
+    ps.init()
     if ps.role() == "worker":
         (folder / f"begun-{life}-{worker}").touch()
-    if ps.role() == "worker" and worker >= plan.workers:
-        wait_for((folder / f"has-begun-{life}-{os.environ['SOAK_PHASE']}").exists)
     training = TRAININGS[plan.framework](plan)
     member = Member(folder, life, worker, plan, training)
     if worker < plan.workers:
