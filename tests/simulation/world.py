@@ -1,7 +1,9 @@
 """The world of a simulated job: virtual time, one seeded lot, and processes that run one at a time.
 
 A process is a real thread in which blocking code of the product runs unchanged. It runs only while
-it holds the baton, and hands it back where it would sleep, so the world alone decides who goes on
+it holds the baton. Where it would sleep, it lets the events of the world happen until one of them
+says who goes on: often it is the same thread, and no other one has to wake up. Some events only the
+thread of the world may see to, to which the baton goes back. So the world alone decides who goes on
 next, and when. The same seed gives the same trace, to the byte.
 """
 
@@ -67,8 +69,14 @@ class World:
         self.now = 0.0
         self.trace: list[tuple[float, str, str]] = []
         self.baton_is_back = _taken_lock()
-        self._events: list[tuple[float, int, Action]] = []  # With numbers, so none are equal.
+        self.paused: Process | None = None  # Who went on last.
+        self.goes_on: Process | None = None  # What an event has decided.
+        self.turns = 0  # By which a thread that does not yield is told from a long job.
+        # With numbers, so none are equal; the last field says whether any thread may see to it.
+        self._events: list[tuple[float, int, Action, bool]] = []
         self._numbers = itertools.count()
+        self._until: Callable[[], bool] = lambda: True
+        self._error: BaseException | None = None
         self._processes: list[Process] = []
 
     def clock(self) -> float:
@@ -76,13 +84,18 @@ class World:
         self.now += READING_SECONDS
         return self.now
 
-    def after(self, seconds: float, action: Action) -> None:
-        """Let `action` happen in so many seconds."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), action))
+    def after(self, seconds: float, action: Action, *, anywhere: bool = False) -> None:
+        """Let `action` happen in so many seconds; `anywhere` as for `at`."""
+        event = (self.now + seconds, next(self._numbers), action, anywhere)
+        heapq.heappush(self._events, event)
 
-    def at(self, time: float, action: Action) -> None:
-        """Let `action` happen at a time: what is due at the same one keeps its order."""
-        heapq.heappush(self._events, (time, next(self._numbers), action))
+    def at(self, time: float, action: Action, *, anywhere: bool = False) -> None:
+        """Let `action` happen at a time: what is due at the same one keeps its order.
+
+        It happens `anywhere`, in the thread of a process that sleeps, if it neither begins nor
+        kills one, nor asks in which thread it is.
+        """
+        heapq.heappush(self._events, (time, next(self._numbers), action, anywhere))
 
     def soon(self) -> float:
         """Draw how long a process takes until it goes on: mostly at once, now and then long."""
@@ -100,11 +113,39 @@ class World:
 
     def run(self, until: Callable[[], bool]) -> None:
         """Let events happen until a condition holds, or none is left."""
-        events, pop = self._events, heapq.heappop
-        while events and not until():
-            time, _, action = pop(events)
-            self.now = max(self.now, time)
+        self._until = until
+        while (process := self._happen(anywhere=False)) is not None:
+            process.hand_over(self.baton_is_back)
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+
+    def next_process(self) -> Process | None:
+        """Let events happen until a process goes on; return None where the world has to see on."""
+        try:
+            return self._happen(anywhere=True)
+        except BaseException as error:
+            self._error = error
+            return None
+
+    def _happen(self, *, anywhere: bool) -> Process | None:
+        """Let events happen until a process goes on; return None if none will, or not `anywhere`."""
+        events, until, pop = self._events, self._until, heapq.heappop
+        while True:
+            if self.paused is not None:
+                paused, self.paused = self.paused, None
+                paused.on_pause()
+            if not events or until() or (anywhere and not events[0][3]):
+                return None
+            time, _, action, _ = pop(events)
+            if time > self.now:
+                self.now = time
             action()
+            if self.goes_on is not None:
+                process, self.goes_on = self.goes_on, None
+                self.paused = process
+                self.turns += 1
+                return process
 
     def process(self, name: str) -> Process:
         """Return a new process, which has not begun."""
@@ -160,6 +201,7 @@ class Process:
         self.end_of_killed: Callable[[], BaseException] = self._killed_error
         self._world = world
         self._go = _taken_lock()
+        self._back: threading.Lock | None = None  # Of who waits until it sleeps or ends.
         self._sleeps = False
         self._ready: Callable[[], bool] = lambda: True  # What it sleeps for,
         self._until: float | None = None  # and no longer than until then.
@@ -173,21 +215,23 @@ class Process:
 
     def begin(self, start: Action) -> None:
         """Let `start` begin its thread, and run it up to its first sleep."""
+        self._back = back = _taken_lock()
         start()
-        self._wait_for_baton()
+        self._wait_for(back)
 
     def poke(self) -> None:
         """Let it look soon whether it can go on."""
         if not self._resuming and self._sleeps and not self.ended:
             self._resuming = True
-            self._world.after(self._world.soon(), self._resume)
+            self._world.after(self._world.soon(), self._resume, anywhere=True)
 
     def kill(self) -> None:
         """End it, without a word to others: whatever it waits for raises `KilledError`."""
         if not self.killed and not self.ended:
             self.killed = True
             if self._sleeps:
-                self._hand_over()
+                self._back = _taken_lock()
+                self.hand_over(self._back)
 
     def go_on(self) -> None:
         """Go on after a stop."""
@@ -202,23 +246,31 @@ class Process:
         if self._sleeps and not self.ended and not self.is_stopped():
             # Others look for it, so that no thread wakes up for nothing.
             if self._ready() or (self._until is not None and self._world.now >= self._until):
-                self._hand_over()
-            self.on_pause()
+                self._world.goes_on = self
+            else:
+                self.on_pause()
 
     def is_stopped(self) -> bool:
         """Return whether a signal keeps it from running."""
         return self.stopped
 
-    def _hand_over(self) -> None:
-        self._sleeps = False
-        self._go.release()
-        self._wait_for_baton()
+    def hand_over(self, back: threading.Lock) -> None:
+        """Let it go on, and wait for the baton at `back`."""
+        self.let_go()
+        self._wait_for(back)
 
-    def _wait_for_baton(self) -> None:
-        back = self._world.baton_is_back
+    def let_go(self) -> None:
+        """Let it go on."""
+        self._go.release()
+
+    def _wait_for(self, back: threading.Lock) -> None:
+        world, seen = self._world, -1
         # Twice: this process may be stopped by a signal for longer.
-        if not (back.acquire(timeout=STUCK_SECONDS) or back.acquire(timeout=STUCK_SECONDS)):
-            raise BrokenError("processes yield", f"{self.name} neither sleeps nor ends")
+        while not back.acquire(timeout=STUCK_SECONDS):
+            if seen == world.turns:
+                name = (world.paused or self).name
+                raise BrokenError("processes yield", f"{name} neither sleeps nor ends")
+            seen = world.turns
 
     # -- called in its thread
 
@@ -236,17 +288,33 @@ class Process:
                 if not timer:
                     timer = True
                     self._turn += 1
-                    world.at(end, partial(self._time_is_up, self._turn))
-            self._sleeps, self._ready, self._until = True, ready, end
-            world.baton_is_back.release()
-            self._go.acquire()
+                    world.at(end, partial(self._time_is_up, self._turn), anywhere=True)
+            self._ready, self._until = ready, end
+            self._pass_on()
         raise self.end_of_killed()
+
+    def _pass_on(self) -> None:
+        """Sleep: let others run until it is told to go on."""
+        self._sleeps = True
+        if self._back is not None:
+            back, self._back = self._back, None
+            back.release()
+            self._go.acquire()
+        else:
+            process = self._world.next_process()
+            if process is None:
+                self._world.baton_is_back.release()
+            elif process is not self:
+                process.let_go()
+            if process is not self:
+                self._go.acquire()
+        self._sleeps = False
 
     def end(self) -> None:
         """Give the baton back for good."""
         if not self.ended:
             self.ended = True
-            self._world.baton_is_back.release()
+            (self._back or self._world.baton_is_back).release()
 
     def _time_is_up(self, turn: int) -> None:
         if turn == self._turn:

@@ -54,7 +54,7 @@ class Link:
             if self.open and target.lives:
                 action()
 
-        world.at(at, arrive)
+        world.at(at, arrive, anywhere=True)
 
     def close(self, source: Node) -> None:
         """Let the other end see the end after what was sent before."""

@@ -83,7 +83,7 @@ class Network:
             if (source, target) not in self._cuts:
                 self._arrive(target, action)
 
-        self._world.at(at, arrive)
+        self._world.at(at, arrive, anywhere=True)
 
     def stall(self, source: int, target: int, seconds: float) -> None:
         """Let nothing arrive for a while in one direction."""

@@ -147,4 +147,4 @@ class Net:
             if not (own.down or target.down):
                 action()
 
-        world.at(source.line.arrival(left, latency, stalled), arrive)
+        world.at(source.line.arrival(left, latency, stalled), arrive, anywhere=True)
