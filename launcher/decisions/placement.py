@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlite.common.meeting.placement import places
@@ -62,11 +62,14 @@ class Placement:
 
     def hosts_in_order(self, now: float) -> list[str]:
         """Return the usable hosts: those with ranks of the last world first, in its order."""
+        usable = self._hosts.usable(now)
+        return self._in_order(usable, self._last_holders(self._divide(usable)[0], now))
+
+    def _in_order(self, usable: Iterable[str], last_holders: Iterable[Worker]) -> list[str]:
         living = {worker.host for worker in self._workers.living() if worker.number in self._ranks}
         # A newcomer must not be rank 0 because all ranks of the first host have died.
         assigned = sorted(self._assigned, key=lambda host: host not in living)
-        hosts = [*self._hosts.usable(now), *(each.host for each in self.last_holders(now))]
-        return order_hosts(assigned, dict.fromkeys(hosts))
+        return order_hosts(assigned, [*usable, *(each.host for each in last_holders)])
 
     def unwanted(self, now: float) -> list[Worker]:
         """Return the living workers that have to leave.
@@ -75,19 +78,26 @@ class Placement:
         the job may have, because hosts have come back, then they are the last newcomers. The last
         holders of the state stay until another rank has it.
         """
-        staying, result = self._divide(now)
-        holders = self._last_holders(staying, now)
+        staying, gone = self._divide(self._hosts.usable(now))
+        return self._unwanted(staying, gone, self._last_holders(staying, now))
+
+    def _unwanted(
+        self, staying: list[Worker], gone: list[Worker], last_holders: Sequence[Worker]
+    ) -> list[Worker]:
+        result = gone
         if len(staying) > self._most():
-            staying.sort(key=lambda each: (each.number not in self._ranks, each.number))
-            result += staying[self._most() :]
-        return [each for each in result if each not in holders]
+            newest_last = sorted(
+                staying, key=lambda each: (each.number not in self._ranks, each.number)
+            )
+            result = gone + newest_last[self._most() :]
+        return [each for each in result if each not in last_holders]
 
     def last_holders(self, now: float) -> list[Worker]:
         """Return the ranks whose slots have gone and which stay, as nobody else has the state.
 
         They stay while a host is shown on which a successor may come.
         """
-        return self._last_holders(self._divide(now)[0], now)
+        return self._last_holders(self._divide(self._hosts.usable(now))[0], now)
 
     def _last_holders(self, staying: Iterable[Worker], now: float) -> list[Worker]:
         if any(each.number in self._ranks for each in staying):
@@ -96,9 +106,8 @@ class Placement:
             return []
         return [each for each in self._workers.living() if each.number in self._ranks]
 
-    def _divide(self, now: float) -> tuple[list[Worker], list[Worker]]:
+    def _divide(self, usable: Mapping[str, int]) -> tuple[list[Worker], list[Worker]]:
         """Return the living workers that have slots, and those whose slots have gone."""
-        usable = self._hosts.usable(now)
         staying: list[Worker] = []
         gone: list[Worker] = []
         for host, living in self._workers.by_host():
@@ -166,12 +175,14 @@ class Placement:
     def vacancies(self, now: float) -> list[Vacancy]:
         """Return the slots that should have a worker and have none, in the order of hosts."""
         usable = self._hosts.usable(now)
-        unwanted = {worker.number for worker in self.unwanted(now)}
+        staying, gone = self._divide(usable)
+        last_holders = self._last_holders(staying, now)
+        unwanted = {worker.number for worker in self._unwanted(staying, gone, last_holders)}
+        unwanted |= {worker.number for worker in last_holders}
         holders = [each for each in self._workers if each.holds_slot]
-        unwanted |= {worker.number for worker in self.last_holders(now)}
         room = self._most() - sum(each.number not in unwanted for each in holders)
         result = []
-        for host in order_hosts(self.hosts_in_order(now), usable):
+        for host in order_hosts(self._in_order(usable, last_holders), usable):
             taken = {each.slot for each in self._workers.on(host) if each.holds_slot}
             free = [slot for slot in range(usable[host]) if slot not in taken]
             ending = {each.slot for each in self._workers.on(host) if each.ending}
