@@ -23,6 +23,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 
 Action = Callable[[], object]
 PAUSES = 1e-6, 5e-6, 2e-5, 1e-4, 2e-3
+PAUSES_COUNT = len(PAUSES)
 READING_SECONDS = 1e-8  # That pass between two looks at the clock.
 STUCK_SECONDS = (
     60.0  # Twice as long is a limit of real time, in which a process may hold the baton.
@@ -66,6 +67,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.lot = random.Random(seed)
+        self._draw, self._bits = self.lot.random, self.lot.getrandbits
         self.now = 0.0
         self.trace: list[tuple[float, str, str]] = []
         self.baton_is_back = _taken_lock()
@@ -99,13 +101,13 @@ class World:
 
     def soon(self) -> float:
         """Draw how long a process takes until it goes on: mostly at once, now and then long."""
-        lot = self.lot
-        if lot.random() < 0.003:
-            return 0.6 * lot.random()  # Less than who has lost a peer waits for the reason.
-        number = lot.getrandbits(3)
-        while number >= len(PAUSES):
-            number = lot.getrandbits(3)
-        return PAUSES[number] * (1 + lot.random())
+        draw, bits = self._draw, self._bits
+        if draw() < 0.003:
+            return 0.6 * draw()  # Less than who has lost a peer waits for the reason.
+        number = bits(3)
+        while number >= PAUSES_COUNT:
+            number = bits(3)
+        return PAUSES[number] * (1 + draw())
 
     def tell(self, who: str, what: str) -> None:
         """Add a line to the trace."""

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import Event
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from hvdlite.common.base.topology import Topology
@@ -20,7 +22,7 @@ from tests.simulation.ranks.programs import (
     Retuning,
     Trouble,
 )
-from tests.simulation.ranks.rank import Rank
+from tests.simulation.ranks.rank import EngineThread, Rank
 from tests.simulation.ranks.script import ENDS, ORDER, PATIENCE_SECONDS, PROGRESS
 from tests.simulation.ranks.transport import Network
 from tests.simulation.start.starting import Starting
@@ -197,6 +199,7 @@ def quiet(program: Program) -> Iterator[None]:
         with (
             patch.object(tree_links, "Tree", partial(Tree, fan_out=program.fan_out)),
             patch.object(stall_watch, "main_thread_stack", lambda: "a stack\n"),
+            patch.object(engine, "threading", SimpleNamespace(Event=Event, Thread=EngineThread)),
             patch.object(engine, "enough_bytes", lambda topology, cores: ENOUGH_BYTES),
         ):
             yield

@@ -13,10 +13,30 @@ from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.timeline.recorder import Timeline
 from tests.simulation.ranks.programs import Quit
 from tests.simulation.ranks.script import BLAME, ENDS, Script, Step
-from tests.simulation.world import BrokenError
+from tests.simulation.world import BrokenError, in_a_thread
 
 if TYPE_CHECKING:
     from tests.simulation.ranks.job import Job
+
+
+class EngineThread:
+    """Has of `threading.Thread` what an engine uses; its thread was that of another one before."""
+
+    def __init__(self, target: Callable[[], None], **_: object) -> None:
+        self._target, self._runs = target, False
+
+    def start(self) -> None:
+        self._runs = True
+        in_a_thread(self._run)
+
+    def _run(self) -> None:
+        try:
+            self._target()
+        finally:
+            self._runs = False
+
+    def is_alive(self) -> bool:
+        return self._runs
 
 
 class Rank(Script):
@@ -50,7 +70,7 @@ class Rank(Script):
         """Go on if what the script waits for has come."""
         if self._waits is not None and self._waits():
             self._waits = None
-            self._job.world.after(self._job.world.soon(), self.step)
+            self._job.world.after(self._job.world.soon(), self.step, anywhere=True)
 
     @property
     def has_ended(self) -> bool:
@@ -106,7 +126,7 @@ class Rank(Script):
 
     def _pause(self, pause: Step) -> None:
         if isinstance(pause, float):
-            self._job.world.after(pause + self._job.world.soon(), self.step)
+            self._job.world.after(pause + self._job.world.soon(), self.step, anywhere=True)
             return
         if callable(pause):
             self._waits_for, self._waits = "the end of its shutdown", pause
@@ -116,7 +136,7 @@ class Rank(Script):
             for entry in entries:
                 entry.handle.on_end(lambda: None)
             self._waits = lambda: all(entry.handle.poll() for entry in entries)
-        self._job.world.after(0.0, self.look)
+        self._job.world.after(0.0, self.look, anywhere=True)
 
     def _check_blame(self, error: HorovodInternalError) -> None:
         """An error must come from a rank that was killed or has ended, and name it."""

@@ -176,7 +176,7 @@ class SimulatedTransport(InProcessTransport):
 
     def wake(self, within: float = 0.0) -> None:
         if within:
-            self._world.after(within, self.wake)
+            self._world.after(within, self.wake, anywhere=True)
         else:
             self._box.woken = True
             self.process.poke()
