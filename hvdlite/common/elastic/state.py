@@ -248,12 +248,17 @@ class ObjectState(State):
 
     def _copies(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Copy all values at once: objects that share a part still do. Raises `TypeError`."""
+        if all(type(value) in _PLAIN for value in values.values()):
+            return dict(values)
         try:
             return copy.deepcopy(dict(values))
         except Exception:
             for name, value in values.items():
                 _copied(name, value)
             raise
+
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})  # Which nobody changes.
 
 
 def _copied(name: str, value: Any) -> Any:

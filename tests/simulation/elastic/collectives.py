@@ -67,14 +67,16 @@ class Collectives:
         meeting[worker.number] = then
         if self._departed[worker.epoch]:
             self._fail(worker, worker.epoch)
-        if all(number in meeting for number in worker.members):
+        if meeting.keys() >= set(worker.members):
             self._complete(worker.epoch, what, worker.members)
 
     def _complete(self, epoch: int, what: str, members: tuple[int, ...]) -> None:
         """Let all go on, unless some of them do not reach each other."""
-        hosts = dict.fromkeys(self._workers[number].host for number in members)
-        pairs = map(frozenset, itertools.combinations(hosts, 2))
-        cuts = {each: self._parted.get(each, 0.0) - self._world.now for each in pairs}
+        cuts: dict[frozenset[str], float] = {}
+        if self._parted:
+            hosts = dict.fromkeys(self._workers[number].host for number in members)
+            pairs = map(frozenset, itertools.combinations(hosts, 2))
+            cuts = {each: self._parted.get(each, 0.0) - self._world.now for each in pairs}
         longest = max(cuts.values(), default=0.0)
         if longest > SILENCE_SECONDS:
             lost = frozenset().union(*(each for each, left in cuts.items() if left > 0))

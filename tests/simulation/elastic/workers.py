@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.membership.checks import Checks
@@ -217,4 +218,5 @@ class Worker:
         self._soon(lambda: self.say("ready", epoch, self.commit))
 
     def _soon(self, action: Callable[[], None], pause: float = 0.0) -> None:
-        self._job.world.after(pause + self._job.world.soon(), lambda: self.act(action))
+        world = self._job.world
+        world.after(pause + world.soon(), partial(self.act, action))
