@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -173,13 +173,14 @@ ELASTIC_BUGS["the link that is cut"] = lambda: patch.object(
 )
 
 
-def _without_a_limit(self: Placement, now: float) -> list[Worker]:
-    holders = self.last_holders(now)
-    return [each for each in self._divide(now)[1] if each not in holders]
+def _without_a_limit(
+    _self: Placement, _staying: list[Worker], gone: list[Worker], last_holders: Sequence[Worker]
+) -> list[Worker]:
+    return [each for each in gone if each not in last_holders]
 
 
 ELASTIC_BUGS["hosts that come back make more ranks than the job may have"] = lambda: patch.object(
-    Placement, "unwanted", _without_a_limit
+    Placement, "_unwanted", _without_a_limit
 )
 ELASTIC_BUGS["a rank that has to leave takes the last commit with it"] = lambda: patch.object(
     Placement, "_with_last_commit", lambda self, chosen, now: chosen

@@ -20,6 +20,7 @@ FIRST = {
     "a claim is believed without its proof": 167,
     "a claim holds for another connection": 167,
     "a connection that is reset while it is proved is not tried again": 572,
+    "who loses a connection names its other end": 171,
     "the last host that leaves": 2,
     "a newcomer is rank 0 while an older rank lives": 62,
     "hosts that come back make more ranks than the job may have": 389,

@@ -131,7 +131,7 @@ class World:
             return None
 
     def _happen(self, *, anywhere: bool) -> Process | None:
-        """Let events happen until a process goes on; return None if none will, or not `anywhere`."""
+        """Let events happen until a process goes on; return None if none will, or not here."""
         events, until, pop = self._events, self._until, heapq.heappop
         while True:
             if self.paused is not None:
@@ -140,8 +140,7 @@ class World:
             if not events or until() or (anywhere and not events[0][3]):
                 return None
             time, _, action, _ = pop(events)
-            if time > self.now:
-                self.now = time
+            self.now = max(self.now, time)
             action()
             if self.goes_on is not None:
                 process, self.goes_on = self.goes_on, None
