@@ -165,11 +165,20 @@ WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
             (first, gathering, "the operation"),
             (gathering, one_after_another, "settings"),
             (first, one_after_another, "the operation"),
-            (of_two, of_three, "the number of tensors"),
-            (first, of_two, "the number of tensors"),
             (waiting, first, "the operation"),
             (exchanging, first, "the operation"),
         )
+    },
+    **{
+        f"{one.__name__} and {other.__name__}": (
+            lambda rank, both=(one, other): jax.jit(both[rank % 2])(ROW),
+            "JaxRuntimeError",
+            # Sizes are compared as soon as two are known, of whichever ranks are the first.
+            r"ranks disagree on the number of tensors.*: "
+            rf"(rank 0 has .*program jit_{one.__name__}\b.*rank 1 has .*jit_{other.__name__}\b"
+            rf"|rank 1 has .*program jit_{other.__name__}\b.*rank 2 has .*jit_{one.__name__}\b)",
+        )
+        for one, other in ((of_two, of_three), (first, of_two))
     },
     "in the middle": (
         lambda rank: jax.jit(two_after_one)(jnp.ones(3 + rank % 2)),
