@@ -17,7 +17,6 @@ import jax
 from jax._src import dispatch, effects
 
 from hvdlite.common.base.report_failure import reason_of_end
-from hvdlite.common.runtime.current import find
 from hvdlite.jax.native.executions import forget_all
 
 
@@ -78,7 +77,7 @@ def end_before_exit() -> None:
 
 def _at_exit() -> None:
     """Wait for programs, unless the script has failed: other ranks then learn that at once."""
-    if find() is not None and not reason_of_end():
+    if not reason_of_end():
         wait_for_programs()
 
 

@@ -26,6 +26,7 @@ from hvdlite.jax.calls import Call, Kind
 from hvdlite.jax.native.executions import register, served_library
 from hvdlite.jax.native.library import START, TAKE
 from hvdlite.jax.order import EFFECT, end_before_exit
+from hvdlite.jax.python_calls import lower_call
 from hvdlite.jax.starting import start_now
 
 Arrays = Sequence[Any]
@@ -150,12 +151,10 @@ def _lower(
     ctx: Any, *values: Any, calls: Sequence[Call], counts: Sequence[int], back: Back | None
 ) -> Arrays:
     end_before_exit()
-    token = ctx.tokens_in.get(EFFECT)
     if served_library() is None:
-        results, token = _lower_to_python(ctx, token, values, calls, counts)
-        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({EFFECT: token})))
-        return results
+        return _lower_to_python(ctx, values, calls, counts)
     kinds = _kinds(ctx.avals_in, calls, counts)
+    token = ctx.tokens_in.get(EFFECT)
     groups = zip(kinds, _by_call(values, counts), _by_call(ctx.avals_in, counts), strict=True)
     start = jax.ffi.ffi_lowering(START, has_side_effect=True)
     tickets = []
@@ -177,8 +176,8 @@ def _lower(
 
 
 def _lower_to_python(
-    ctx: Any, token: Any, values: Arrays, calls: Sequence[Call], counts: Sequence[int]
-) -> tuple[Arrays, Any]:
+    ctx: Any, values: Arrays, calls: Sequence[Call], counts: Sequence[int]
+) -> Arrays:
     """Make a program call Python, which runs the collectives and waits for them."""
     placed = tuple(_placed(ctx.module_context, call) for call in calls)
     runtime = finder()
@@ -187,11 +186,7 @@ def _lower_to_python(
         with use(runtime()):
             return tuple(run_now(arrays, placed, counts))
 
-    results, token, _ = mlir.emit_python_callback(
-        ctx, run, token, list(values), ctx.avals_in, ctx.avals_out, has_side_effect=True,
-        returns_token=True,
-    )  # fmt: skip
-    return results, token
+    return lower_call(ctx, run, values)
 
 
 def _placed(module: Any, call: Call) -> Call:

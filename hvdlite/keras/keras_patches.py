@@ -18,10 +18,12 @@ from collections.abc import Callable
 from functools import cache, partial, wraps
 from inspect import signature
 from typing import Any
+from weakref import ref
 
 from hvdlite.common.iterations.following import Following
 from hvdlite.common.iterations.live import traces_of_loops
 from hvdlite.common.runtime.basics import is_initialized
+from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.gradient_exchange import Exchange
 from hvdlite.keras.optimizer_families import Kind, parts_of
 from hvdlite.keras.subclass import Distributed, exchange_of, lasting_only
@@ -96,7 +98,7 @@ def _making_step(method: Method) -> Method:
     """Replace ``Model.make_train_function()``."""
 
     def make_train_function(self: Any, force: bool = False) -> Any:
-        _check_server_optimizer(self)
+        _meet_server_optimizer(self)
         exchange = _exchange_in(getattr(self, "optimizer", None))
         if exchange is not None and exchange.settings.reduction.active:
             if self.jit_compile and exchange.settings.backend == "tensorflow":
@@ -109,8 +111,8 @@ def _making_step(method: Method) -> Method:
     return make_train_function
 
 
-def _check_server_optimizer(model: Any) -> None:
-    """Let a model train whose optimizer steps on servers, which XLA cannot call."""
+def _meet_server_optimizer(model: Any) -> None:
+    """Let a model train whose optimizer steps on servers, which XLA of TensorFlow cannot call."""
     parts = list(parts_of(getattr(model, "optimizer", None)))
     if not any(hasattr(part, ON_SERVERS) for part in parts):
         return
@@ -119,7 +121,8 @@ def _check_server_optimizer(model: Any) -> None:
             "a LossScaleOptimizer around an optimizer whose steps are made by servers skips steps "
             "that the servers wait for: compile(auto_scale_loss=False), or train in bfloat16"
         )
-    if model.jit_compile:
+    vars(parts[0])[ON_SERVERS].model = ref(model)
+    if model.jit_compile and backend_of(keras) != "jax":
         _warn_once()
         model.jit_compile = False
 
@@ -131,6 +134,7 @@ def _fitting(method: Method) -> Method:
     """
 
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _meet_server_optimizer(self)  # Before `fit` builds the optimizer, which calls the servers.
         if kwargs.get("epochs") == 0 and _is_elastic(kwargs.get("callbacks")):
             kwargs |= {"epochs": 1, "initial_epoch": 1}  # None either, and Keras 2 takes it.
         optimizer = getattr(self, "optimizer", None)

@@ -1,4 +1,4 @@
-"""All tests of this folder once more, where Keras has other backends, and where it is Keras 2."""
+"""The tests of Keras once more, where it has other backends, and where it is Keras 2."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 from tests.limits import patient
 
 LIMIT_SECONDS = 400
+HERE = Path(__file__).parent
+ON_SERVERS = HERE.parent / "ps" / "test_keras.py"
 CHOSEN = bool({"KERAS_BACKEND", "TF_USE_LEGACY_KERAS"} & os.environ.keys())
 ELSEWHERE = {
     "jax": ({"KERAS_BACKEND": "jax"}, "jax"),
@@ -37,8 +39,9 @@ def runs(
             if name not in asked or find_spec(needed) is None:
                 continue
             output = stack.enter_context((tmp_path_factory.getbasetemp() / name).open("wb"))
+            folders = [HERE, ON_SERVERS] if name == "jax" else [HERE]
             run = subprocess.Popen(
-                [*words, str(Path(__file__).parent)], env={**os.environ, **environment},
+                [*words, *map(str, folders)], env={**os.environ, **environment},
                 stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
             stack.callback(run.wait)

@@ -10,7 +10,6 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import keras
-from hvdlite.keras.ps import DistributedOptimizer as OnServers
 from hvdlite.keras.variables import optimizer_variables
 from tests.elastic_job import ElasticJob, Worker
 from tests.keras.training import (
@@ -211,13 +210,6 @@ def test_a_step_is_compiled_anew_for_another_number_of_ranks() -> None:
         return losses[-1:]
 
     assert job.run(main) == [[2], None, [2]]
-
-
-def test_servers_are_refused() -> None:
-    optimizer = sgd()
-    with pytest.raises(NotImplementedError, match="set KERAS_BACKEND to tensorflow or torch"):
-        OnServers(optimizer)
-    assert type(optimizer) is type(sgd())
 
 
 def test_a_step_that_fails_loses_no_state() -> None:

@@ -1,4 +1,7 @@
-"""Optimizers of Keras whose steps servers make, with TensorFlow: workers and servers as threads."""
+"""Optimizers of Keras whose steps servers make: workers and servers as threads.
+
+They are for TensorFlow and, with `KERAS_BACKEND=jax`, for JAX.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import numpy as np
 import pytest
 
 keras = pytest.importorskip("keras")
-tf = pytest.importorskip("tensorflow")
+BACKEND = keras.backend.backend()
+pytest.importorskip(BACKEND)
 
 from hvdlite.keras import ps  # noqa: E402
 from hvdlite.keras.ps.updater import KerasUpdater  # noqa: E402
@@ -156,21 +160,57 @@ def test_a_compiled_fit_is_that_of_one_process(new: New, job: Any) -> None:
     job(new, main)
 
 
-def test_a_loop_with_a_tape_is_bitwise_that_of_one_process(job: Any) -> None:
-    def gradients_of(model: Any, worker: int, step: int) -> list[Any]:
-        x, y = (each[8 * step : 8 * step + 8] for each in data(worker))
-        with tf.GradientTape() as tape:
-            loss = LOSS(y, model(x))
-        found: list[Any] = tape.gradient(loss, model.trainable_variables)
-        return found
+def gradients_of(model: Any, worker: int, step: int) -> list[Any]:
+    """The gradients of a batch, as a loop of its own computes them."""
+    x, y = (each[8 * step : 8 * step + 8] for each in data(worker))
+    if BACKEND == "jax":
+        import jax
 
+        def loss_of(weights: Any) -> Any:
+            return LOSS(y, model.stateless_call(weights, [], x)[0])
+
+        found: list[Any] = jax.grad(loss_of)([each.value for each in model.trainable_variables])
+        return found
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = LOSS(y, model(x))
+    found = tape.gradient(loss, model.trainable_variables)
+    return found
+
+
+def compiled_apply(optimizer: Any) -> Callable[[list[Any], list[Any]], None]:
+    """What applies gradients to variables in a program of TensorFlow or JAX."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        step = tf.function(optimizer.apply)
+        return lambda gradients, _: step(gradients)
+    import jax
+
+    stateless = jax.jit(optimizer.stateless_apply)
+
+    def apply(gradients: list[Any], variables: list[Any]) -> None:
+        state = optimizer.variables
+        made = stateless(
+            [each.value for each in state], gradients, [each.value for each in variables]
+        )
+        for variable, value in zip([*variables, *state], [*made[0], *made[1]], strict=True):
+            variable.assign(value)
+
+    return apply
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loop_of_its_own_is_bitwise_that_of_one_process(job: Any, compiled: bool) -> None:
     def main(number: int) -> None:
         model = new_model()
         optimizer = ps.DistributedOptimizer(SGD())
         optimizer.build(model.trainable_variables)
+        apply = compiled_apply(optimizer) if compiled else optimizer.apply
         for step in range(3):
-            gradients = gradients_of(model, number, step)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            apply(gradients_of(model, number, step), model.trainable_variables)
+        assert optimizer.finished_steps == 3
         for own, value in zip(model.get_weights(), wanted.get_weights(), strict=True):
             np.testing.assert_array_equal(own, value)
 

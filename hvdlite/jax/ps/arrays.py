@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -19,6 +20,12 @@ def check_untraced(*values: Any) -> None:
             "the parameter server needs values, and JAX is tracing (by jax.jit, jax.grad or "
             "another transformation): call it between programs, with what they return"
         )
+
+
+def stay_on_cpus() -> None:
+    """Let JAX compute on CPUs in this process: a server takes no memory of a GPU."""
+    with suppress(RuntimeError):  # There may be no other device than the default.
+        jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
 
 
 def array_of(tensor: Any) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import optax
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.jax.ps.arrays import check_untraced
+from hvdlite.jax.ps.arrays import check_untraced, stay_on_cpus
 from hvdlite.jax.ps.pieces import check_pieces
 from hvdlite.jax.ps.updater import OptaxRows, OptaxUpdater, first_state, named, with_numbers
 from hvdlite.jax.trees import to_host
@@ -70,8 +69,7 @@ def DistributedOptimizer(  # noqa: N802
     arrays = _named_arrays(params)
     check_pieces(optimizer, _REMEDIES[partition], whole=partition == "tensor")
     if context.role() == "server":
-        with suppress(RuntimeError):  # There may be no other device than the default.
-            jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
+        stay_on_cpus()
         serve(lambda described: updater_for(optimizer, described, whole=partition == "tensor"))
     return ServedOptimizer(optimizer, params, arrays, options)
 

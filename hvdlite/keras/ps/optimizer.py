@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.keras.framework import backend_of, keras
+from hvdlite.keras.framework import attach_state, backend_of, keras, wait_for_programs
 from hvdlite.keras.keras_patches import ON_SERVERS, patch_keras
 from hvdlite.keras.optimizer_families import (
     KNOWN_TO_LOOK_AT_WHOLE,
@@ -17,6 +16,7 @@ from hvdlite.keras.optimizer_families import (
     parts_of,
     treats_elements_alone,
 )
+from hvdlite.keras.ps.programs import call_in_program, is_in_program, outside_of_programs
 from hvdlite.keras.ps.updater import LEARNING_RATE, KerasUpdater
 from hvdlite.keras.subclass import save_as
 from hvdlite.ps import context
@@ -44,23 +44,22 @@ def DistributedOptimizer(  # noqa: N802
 
     - `mode`, `staleness`, `op`, `scale`: as in `hvdlite.torch.ps.DistributedOptimizer`.
 
-    Schedules of the learning rate run in the workers. Raises `NotImplementedError` with JAX, and
-    `ValueError` for an optimizer that is not of Keras 3 or that was built already, for one that
-    looks at whole variables or at all gradients, and for clipping by norms, averages of weights,
-    accumulation and loss scaling.
+    Schedules of the learning rate run in the workers. Raises `NotImplementedError` for another
+    backend of Keras, and `ValueError` for an optimizer that is not of Keras 3 or that was built
+    already, for one that looks at whole variables or at all gradients, and for clipping by norms,
+    averages of weights, accumulation and loss scaling.
     """
     options = TableOptions.of(mode, staleness, op, scale)
     kind = kind_of(optimizer)
     if kind.package != "keras":
         raise ValueError(f"servers step with an optimizer of Keras 3, not of {kind.package}")
     backend = backend_of(keras)
-    if backend == "jax":
-        raise NotImplementedError(
-            "servers make no steps for Keras on JAX, whose programs cannot push and pull: set "
-            "KERAS_BACKEND to tensorflow or torch, or push and pull yourself"
-        )
     _check(optimizer)
     if context.role() == "server":
+        if backend == "jax":
+            from hvdlite.jax.ps.arrays import stay_on_cpus
+
+            stay_on_cpus()
         serve(lambda _: KerasUpdater(optimizer))
     patch_keras(kind)
     base: Any = type(optimizer)
@@ -68,7 +67,7 @@ def DistributedOptimizer(  # noqa: N802
     cls = metaclass(base.__name__, (OnServers, base), {"__doc__": base.__doc__})
     save_as(base, cls, kind)
     object.__setattr__(optimizer, "__class__", cls)
-    vars(optimizer)[ON_SERVERS] = _Link(options, backend)
+    vars(optimizer)[ON_SERVERS] = _Link(options)
     return optimizer
 
 
@@ -112,6 +111,7 @@ class OnServers:
     @property
     def finished_steps(self) -> int:
         """The number of steps that this worker has finished; not 0 for one that has returned."""
+        wait_for_programs()
         return _link_of(self).table.clock
 
     def build(self, variables: Any) -> None:
@@ -120,7 +120,7 @@ class OnServers:
         if not optimizer.built:
             # Not that of the optimizer, whose state is on the servers.
             keras.src.optimizers.base_optimizer.BaseOptimizer.build(optimizer, list(variables))
-            with _outside_of_graphs():
+            with outside_of_programs():
                 _link_of(self).begin(list(variables))
                 _link_of(self).table.on_load = self._take_loaded
                 optimizer.iterations.assign(self.finished_steps)
@@ -129,13 +129,14 @@ class OnServers:
         """Have the weights that were loaded, and count on: schedules look at the count."""
         optimizer: Any = self
         link = _link_of(self)
+        attach_state(link.model())  # During an epoch only the step may have weights.
         link.pull()
         optimizer.iterations.assign(link.table.clock + link.table.steps_before)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Push gradients, and pull the weights that the next step needs."""
         optimizer: Any = self
-        is_late = not optimizer.built and trainable_variables is not None and not _in_graph()
+        is_late = not optimizer.built and trainable_variables is not None and not is_in_program()
         if is_late:
             variables = list(trainable_variables)
             before = [_array(variable) for variable in variables]
@@ -167,9 +168,9 @@ class OnServers:
 class _Link:
     table: RemoteTable
 
-    def __init__(self, options: TableOptions, backend: str) -> None:
+    def __init__(self, options: TableOptions) -> None:
         self._options = options
-        self._backend = backend
+        self.model: Callable[[], Any] = lambda: None  # The one that `fit` trains.
         self.variables: list[Any] = []
         self._arrays: list[Array] = []
 
@@ -190,17 +191,13 @@ class _Link:
         self._assign(self._pull())
 
     def step(self, learning_rate: Any, gradients: Sequence[Any]) -> None:
-        """Push gradients and pull weights, in this process or from a graph of TensorFlow."""
-        if not _in_graph():
-            arrays = [np.asarray(keras.ops.convert_to_numpy(each)) for each in gradients]
-            rate = np.asarray(keras.ops.convert_to_numpy(learning_rate))
-            self._assign(self._push_and_pull(rate, *arrays))
+        """Push gradients and pull weights, at once or each time that a program runs."""
+        if is_in_program():
+            self._assign(call_in_program(self._push_and_pull, learning_rate, gradients))
             return
-        import tensorflow as tf
-
-        dtypes = [gradient.dtype for gradient in gradients]
-        rate = tf.convert_to_tensor(learning_rate)
-        self._assign(tf.numpy_function(self._push_and_pull, [rate, *gradients], dtypes))
+        arrays = [np.asarray(keras.ops.convert_to_numpy(each)) for each in gradients]
+        rate = np.asarray(keras.ops.convert_to_numpy(learning_rate))
+        self._assign(self._push_and_pull(rate, *arrays))
 
     def _push_and_pull(self, rate: Any, *gradients: Array) -> list[Array]:
         numbers = [{LEARNING_RATE: float(rate)}]
@@ -229,20 +226,3 @@ def _dense(gradient: Any, variable: Any) -> Any:
 
 def _array(variable: Any) -> Array:
     return np.array(variable.numpy())
-
-
-def _in_graph() -> bool:
-    if backend_of(keras) != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    return not tf.executing_eagerly()
-
-
-def _outside_of_graphs() -> AbstractContextManager[Any]:
-    if backend_of(keras) != "tensorflow":
-        return nullcontext()
-    import tensorflow as tf
-
-    scope: Callable[[], AbstractContextManager[Any]] = tf.init_scope
-    return scope()
