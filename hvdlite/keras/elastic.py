@@ -28,9 +28,9 @@ from hvdlite.keras.gradient_exchange import Exchange
 from hvdlite.keras.optimizer_families import parts_of
 from hvdlite.keras.subclass import Distributed, exchange_of
 from hvdlite.keras.variables import (
+    all_optimizer_variables,
     build_optimizer_for,
     model_variables,
-    optimizer_variables,
     without,
 )
 
@@ -70,7 +70,8 @@ class KerasState(VariablesState):
 
     def _variables(self) -> Sequence[Any]:
         attach_state(self.model)
-        optimizer = [] if self.optimizer is None else optimizer_variables(self.optimizer)
+        # Gradients that Keras adds up were reduced before, and so are the same on all ranks.
+        optimizer = [] if self.optimizer is None else all_optimizer_variables(self.optimizer)
         # That of Keras 2 is no variable of the optimizer; it may be a number, or a schedule.
         rate = getattr(self.optimizer, "learning_rate", None)
         rates = [rate] if hasattr(rate, "assign") else []
@@ -96,15 +97,15 @@ class KerasState(VariablesState):
     def restore(self) -> None:
         """Go back to the last save; see `VariablesState`."""
         self._assign(self._own_variables(), self._saved_own)
-        for exchange in self._exchanges():
-            exchange.forget_passes()
         super().restore()
 
     def _enter_world(self) -> None:
-        super()._enter_world()
         forget = getattr(tools(), "forget_programs", None)
         if forget is not None:
             forget()
+        super()._enter_world()
+
+    def _forget_passes(self) -> None:
         for exchange in self._exchanges():
             exchange.forget_passes()
 

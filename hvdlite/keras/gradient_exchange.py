@@ -120,9 +120,9 @@ class Exchange:
         return passing
 
     def forget_passes(self) -> None:
-        """Begin a step anew, where the optimizer has the sums of its passes."""
-        if self._sums is not None:
-            self._sums.forget()
+        """Begin a step anew, as all ranks of a new world do."""
+        if self.accumulator is not None:
+            self.accumulator.forget()
 
     @contextmanager
     def lasting_only(self) -> Iterator[None]:

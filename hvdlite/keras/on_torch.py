@@ -189,6 +189,11 @@ class Accumulator:
         self._count = 0
         self._sums: dict[int, torch.Tensor] = {}
 
+    def forget(self) -> None:
+        """Begin a step anew."""
+        self._count = 0
+        self._sums.clear()
+
     @torch.no_grad()
     def add(
         self,
@@ -207,6 +212,5 @@ class Accumulator:
         self._count += 1
         if self._count < self._passes:
             return skip(sums)
-        self._count = 0
-        self._sums.clear()
+        self.forget()
         return due([None if total is None else total / self._divisor for total in sums])

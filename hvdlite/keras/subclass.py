@@ -56,6 +56,10 @@ class Distributed:
         """
         exchange_of(self).load_compression_state(saved)
 
+    def forget_passes(self) -> None:
+        """Begin the passes of a step anew: what they have added up is forgotten."""
+        exchange_of(self).forget_passes()
+
     def register_local_var(self, var: Any) -> None:
         """Do not reduce the gradient of this variable from now on: each rank has its own.
 

@@ -47,15 +47,19 @@ def optimizers_of(model: Any) -> list[Any]:
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
     """Return the state of the optimizer, without the gradients that Keras accumulates locally."""
-    with lasting_only(optimizer):
-        variables = getattr(optimizer, "variables", ())
-        variables = variables() if callable(variables) else variables
     accumulated = [
         gradient
         for part in parts_of(optimizer)
         for gradient in getattr(part, "_accumulated_gradients", None) or ()
     ]
-    return without(variables, accumulated)
+    return without(all_optimizer_variables(optimizer), accumulated)
+
+
+def all_optimizer_variables(optimizer: Any) -> list[Any]:
+    """Return the state of the optimizer, but for what backward passes of hvdlite have added up."""
+    with lasting_only(optimizer):
+        variables = getattr(optimizer, "variables", ())
+        return list(variables() if callable(variables) else variables)
 
 
 def without(variables: Iterable[Any], excluded: Iterable[Any]) -> list[Any]:

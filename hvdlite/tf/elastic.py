@@ -14,6 +14,7 @@ train(hvd.elastic.TensorFlowState(variables, optimizer=optimizer, step=0))
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,7 +47,8 @@ class TensorFlowState(VariablesState):
 
     `variables` are those of TensorFlow or Keras; all global variables of the graph by default.
     With a `session`, or while a graph is built in the default one, values are read and set there.
-    What a distributed `optimizer` has not sent of compressed gradients belongs to the state, too.
+    What a distributed `optimizer` has not sent of compressed gradients belongs to the state, too,
+    and it begins the passes of a step anew where the state is restored or the world is another.
     Each further keyword becomes an attribute that is saved, restored and synced, too.
 
     The constructor does not communicate; `sync` broadcasts each time. Raises `ValueError` without
@@ -78,6 +80,13 @@ class TensorFlowState(VariablesState):
 
     def _compressing(self) -> Any:
         return self.optimizer if hasattr(self.optimizer, "compression_state") else None
+
+    def _forget_passes(self) -> None:
+        forget = getattr(self.optimizer, "forget_passes", None)
+        if forget is not None:
+            session = self._session()
+            with nullcontext() if session is None else session.as_default():
+                forget()
 
     def _values(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         session = self._session()

@@ -11,8 +11,9 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.common.base.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvdlite.keras.framework import keras
+from hvdlite.keras.framework import LEGACY, keras
 from tests.elastic_job import ElasticJob, Worker
+from tests.keras.training import apply_gradients, tensor
 from tests.ranks import run_ranks
 
 BATCHES = 10
@@ -406,3 +407,68 @@ def test_fit_loses_and_gains_ranks() -> None:
         assert (epoch, iterations) == (4, 4 * BATCHES)
         for left, right in zip(found, results[0][0], strict=True):
             assert np.array_equal(left, right)
+
+
+def line(passes: int = 1, **options: Any) -> Any:
+    """A model of one weight with an optimizer that adds gradients up."""
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
+    optimizer: Any = keras.optimizers.SGD(1.0, **options)
+    model.compile(hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes), "mse")
+    return model
+
+
+def weight_after_pass(model: Any, gradient: float = 1.0) -> float:
+    """Make a pass with this gradient, and return the weight."""
+    apply_gradients(model.optimizer, [(tensor([[gradient]]), model.trainable_variables[0])])
+    return float(model.get_weights()[0][0, 0])
+
+
+def test_a_restored_rank_begins_the_passes_of_a_step_anew() -> None:
+    def main(rank: int) -> list[float]:
+        model = line(passes=2)
+        state = hvd.elastic.KerasState(model)
+        first = weight_after_pass(model)
+        state.restore()
+        return [first, *(weight_after_pass(model) for _ in range(3))]
+
+    assert run_ranks(2, main) == [[0.0, 0.0, -2.0, -2.0]] * 2
+
+
+def test_all_ranks_of_a_new_world_begin_the_passes_of_a_step_anew() -> None:
+    """A newcomer has none of the passes that the others have made in the old world."""
+    job = ElasticJob(2)
+
+    def main(worker: Worker) -> float:
+        model = line(passes=4)
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            while state.step < 14:
+                if state.step == 5 and hvd.size() == 2:
+                    if hvd.rank() == 0:
+                        job.add(main)
+                    hvd.allreduce(0.0, name="all have made five passes")
+                weight_after_pass(model, state.step)
+                state.step += 1
+                state.commit()  # The world ends in that of the sixth pass.
+
+        train(hvd.elastic.KerasState(model, step=0))
+        return float(model.get_weights()[0][0, 0])
+
+    assert job.run(main) == [float(-sum(range(4)) - sum(range(6, 14)))] * 3
+
+
+@pytest.mark.skipif(LEGACY, reason="Keras 2 does not accumulate gradients")
+def test_gradients_that_keras_adds_up_are_restored_with_their_count() -> None:
+    def main(rank: int) -> list[float]:
+        model = line(gradient_accumulation_steps=2)
+        state = hvd.elastic.KerasState(model)
+        weight_after_pass(model)
+        state.save()
+        before = weight_after_pass(model)
+        state.restore()
+        return [before, weight_after_pass(model), weight_after_pass(model)]
+
+    assert run_ranks(2, main) == [[-1.0, -1.0, -1.0]] * 2

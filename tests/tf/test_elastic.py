@@ -171,3 +171,51 @@ def test_shapes_that_ranks_disagree_about_leave_the_loop() -> None:
         return len(entered)
 
     assert ElasticJob(2).run(main) == [1, 1]
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Adasum])
+def test_a_session_begins_the_passes_of_a_step_anew(op: Any) -> None:
+    """Adasum steps in each pass, and exchanges what the passes since the restore have changed."""
+
+    def main(rank: int) -> list[float]:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            weight = tf.compat.v1.get_variable("v", initializer=0.0)
+            optimizer = hvd.DistributedOptimizer(
+                tf.compat.v1.train.GradientDescentOptimizer(1.0), op=op, backward_passes_per_step=2
+            )
+            step = optimizer.minimize(weight * (1.0 + rank), var_list=[weight])
+            session.run(tf.compat.v1.global_variables_initializer())
+            session.run(tf.compat.v1.local_variables_initializer())
+            state = hvd.elastic.TensorFlowState(session=session, optimizer=optimizer)
+            session.run(step)
+            state.restore()
+            found = []
+            for _ in range(3):
+                session.run(step)
+                found.append(float(session.run(weight)))
+            return found
+
+    sums = [0.0, -2.0 * (1 + 2), -2.0 * (1 + 2)]
+    # Steps that point the same way are averaged.
+    steps = [[-1.0 - rank, -3.0, -4.0 - rank] for rank in range(2)]
+    assert run_ranks(2, main) == ([sums] * 2 if op == hvd.Sum else steps)
+
+
+def test_an_optimizer_of_keras_begins_the_passes_of_a_step_anew() -> None:
+    def main(rank: int) -> list[float]:
+        weight = tf.Variable(0.0)
+        optimizer = hvd.DistributedOptimizer(
+            tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2
+        )
+        optimizer.build([weight])
+        variables = [weight, *optimizer.variables]
+        state = hvd.elastic.TensorFlowState(variables, optimizer=optimizer)
+        found = []
+        for number in range(3):
+            optimizer.apply_gradients([(tf.constant(1.0), weight)])
+            found.append(float(weight))
+            if number == 0:
+                state.restore()
+        return found
+
+    assert run_ranks(2, main) == [[0.0, 0.0, -2.0]] * 2

@@ -61,6 +61,7 @@ class VariablesState(ObjectState):
     def restore(self) -> None:
         """Go back to the last save, with what compression of gradients had not sent then.
 
+        The passes of a step begin anew, so that all ranks that go on have made as many of them.
         Variables that were made since begin with zeros.
         """
         variables = self._variables()
@@ -70,7 +71,15 @@ class VariablesState(ObjectState):
         self._assign(variables, saved)
         if self._saved_compression:
             self._compressing().load_compression_state(self._saved_compression)
+        self._forget_passes()
         super().restore()
+
+    def _enter_world(self) -> None:
+        super()._enter_world()
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        """Begin the backward passes of a step anew; do nothing where one of them makes a step."""
 
     def sync(self) -> None:
         """Make all ranks equal to rank 0: its variables as they are, objects as saved last.

@@ -41,6 +41,15 @@ class Passes:
             self._count = local_variable(lambda: tf.constant(0), "passes")
         return (tf.convert_to_tensor(self._count.assign_add(1)) - 1) % self._passes
 
+    def forget(self) -> None:
+        """Begin a step anew, at once or in the session that is the default one."""
+        if self._count is None:
+            return
+        if tf.executing_eagerly():
+            self._count.assign(0)
+        else:
+            self._count.load(0, tf.compat.v1.get_default_session())
+
     def in_first(self, number: tf.Tensor, first: Branch, otherwise: Branch) -> Any:
         """Return ``first()`` if a step begins with the pass of this number, else ``otherwise()``.
 
@@ -68,6 +77,10 @@ class Accumulator:
         self._sparse_as_dense = sparse_as_dense
         self._sums: dict[int, tf.Variable] = {}
         self._number: Any = None
+
+    def forget(self) -> None:
+        """Begin a step anew: its first pass overwrites the sums. See `Passes.forget`."""
+        self._passes.forget()
 
     def add(
         self,

@@ -172,6 +172,11 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
             )
         self._reduced_check.forget(variable for _, variable in shared)
 
+    def forget_passes(self) -> None:
+        """Begin the passes of a step anew, at once or in the default session."""
+        if self._aggregation is not None:
+            self._aggregation.forget()
+
     def compression_state(self) -> dict[str, Any]:
         """Return what `compression` remembers on this rank, with numpy arrays, to be pickled."""
         return self._reducer.compression_state()
@@ -263,6 +268,10 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
         return _assign(
             variables, [start + step for start, step in zip(starts, combined, strict=True)]
         )
+
+    def forget_passes(self) -> None:
+        """Begin the passes of a step anew, at once or in the default session."""
+        self._passes.forget()
 
     def register_local_var(self, var: Any) -> None:
         """Do not combine this variable from now on: each rank has its own."""
