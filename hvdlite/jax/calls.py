@@ -15,6 +15,7 @@ from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.plain.adapter import HOST_DEVICE, TensorSpec
 from hvdlite.common.plain.lists import split_rows
+from hvdlite.common.plain.messages import OF_PROGRAM
 from hvdlite.common.runtime.current import for_collective
 
 
@@ -78,7 +79,7 @@ class Call:
         name = f"program.{number}"
         grouped = not (self.is_signal or SPECS[self.collective].splits)
         options = self.options._replace(
-            settings=f"program {program}", by_place=True, grouped=grouped
+            settings=f"{OF_PROGRAM}{program}", by_place=True, grouped=grouped
         )
         return replace(self, name=name if grouped else f"{name}_1of1", options=options)
 

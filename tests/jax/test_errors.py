@@ -292,6 +292,42 @@ def test_a_rank_that_fails_ends_the_programs_of_others(tmp_path: Path) -> None:
     assert "rank 1 has ended by KeyError" in done.stderr, "said where rank 0 waited"
 
 
+FEWER = """
+import jax, jax.numpy as jnp, hvdlite.jax as hvd
+hvd.init()
+@jax.jit
+def step(x):
+    x = hvd.allreduce(x)
+    return x if hvd.rank() == 1 else hvd.allreduce(x)
+for number in range(3):
+    try:
+        step(jnp.ones(3)).block_until_ready()
+        print(f"{hvd.rank()}.{number} is fine")
+    except jax.errors.JaxRuntimeError as error:
+        print(f"{hvd.rank()}.{number}", error)
+"""
+
+
+def test_a_rank_with_fewer_collectives_is_named_on_all_ranks(tmp_path: Path) -> None:
+    """While it waits in its next program, and when it has ended."""
+    (tmp_path / "script.py").write_text(FEWER)
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdlite.launcher", "-np", "3", sys.executable, "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = dict(re.findall(r"(\d\.\d) (.*)", done.stdout))
+    for place in ("0.0", "1.1", "2.0"):
+        assert (
+            "one of them fewer collectives: rank 0 waits in allreduce 'program.2' of "
+            in (said[place])
+        )
+        assert "and rank 1 in allreduce 'program.1' of program jit_step, to which" in said[place]
+    assert said["1.0"] == said["1.2"] == "is fine"
+    assert all(re.search("rank [12] has been shut down", said[place]) for place in ("0.1", "0.2"))
+
+
 ENDING = """
 import sys, jax, jax.numpy as jnp, hvdlite.jax as hvd
 hvd.init()

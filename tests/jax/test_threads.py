@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 
 import hvdlite.jax as hvd
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.jax.native.executions import _Execution, _Executions
 from tests.ranks import run_ranks
 
 
@@ -42,3 +47,20 @@ def test_what_is_in_flight_on_one_rank_does_not_hold_up_another() -> None:
         return [float(first), float(step(np.float32(10)))]
 
     assert run_ranks(2, main) == [[3, 20]] * 2
+
+
+@pytest.mark.parametrize(("by_place", "wanted"), [(True, []), (False, ["second"])])
+def test_what_is_named_by_its_place_overtakes_nothing(by_place: bool, wanted: list[str]) -> None:
+    """The first waits for one of its name, which is in flight still."""
+    options = CallOptions(global_process_set, by_place=by_place)
+    executions = _Executions(Mock())
+    made = [
+        _Execution(SimpleNamespace(names=[name], owner=None, options=options), [], 0)  # type: ignore[arg-type]
+        for name in ("first", "first", "second")
+    ]
+    in_flight, *executions._waiting = made
+    executions._names.update(in_flight.keys)
+    assert [each.registered.names[0] for each in executions._free()] == wanted
+    executions._names.clear()
+    left = [each.registered.names[0] for each in executions._free()]
+    assert [*wanted, *left] == (["first", "second"] if by_place else ["second", "first"])

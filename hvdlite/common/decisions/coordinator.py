@@ -86,6 +86,7 @@ from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival
 from hvdlite.common.decisions.control_tree import SenderSearches, senders
+from hvdlite.common.decisions.crossed import crossed
 from hvdlite.common.decisions.fusion import next_segments
 from hvdlite.common.decisions.process_sets import ProcessSetState, Releases, change_sets
 from hvdlite.common.decisions.request_readiness import (
@@ -478,6 +479,12 @@ class Coordinator:
             for request, _, _ in list(state.waiting()):
                 if request.group == group:
                     self._fail_waiting(state, request, error)
+
+    def fail_crossed(self, before: float) -> None:
+        """Fail collectives of programs that wait for each other since `before`."""
+        for state in self._sets.values():
+            for request, error in crossed(state.waiting(), before):
+                self._fail_waiting(state, request, error)
 
     def _departure_error(self, state: ProcessSetState, request: Request) -> str:
         needed = state.needed(request)

@@ -13,6 +13,7 @@ from hvdlite.common.base.report_failure import LONGEST_TEXT, launcher_pipe, tell
 from hvdlite.common.base.user_frames import main_thread_stack
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.decisions.crossed import CROSSED_SECONDS
 from hvdlite.common.decisions.stall_inspector import FIRST_SECONDS, DeadlockDetector, StallInspector
 from hvdlite.common.engine.tree_links import TreeLinks
 from hvdlite.common.plain.config import Config
@@ -75,8 +76,11 @@ class StallWatch:
             self._pass_on()
         if self._coordinator is None:
             return
+        self._coordinator.fail_crossed(now - CROSSED_SECONDS)
+        self._pass_on()
         oldest = self._coordinator.oldest
-        assert oldest is not None  # Else nothing would be due.
+        if oldest is None:  # All have failed.
+            return
         query = self._deadlocks.ask(self._coordinator.waiting(), oldest, now)
         if query is not None:
             self.on_wait_query(query)

@@ -39,6 +39,10 @@ def installed_version() -> str:
         return "unknown"
 
 
+# How the settings of a collective begin that is named by its place in a compiled program.
+OF_PROGRAM = "program "
+
+
 class Request(NamedTuple):
     """A tensor that one rank has ready. `SPECS` says which fields must be equal on all ranks."""
 

@@ -134,6 +134,7 @@ def _number_of(process_set: ProcessSet) -> int:
 
 
 Key = tuple[int | None, Any, str]
+_IN_ORDER = " in order"  # No name of a collective: the key of those that keep their order.
 
 
 class _Execution(NamedTuple):
@@ -186,16 +187,23 @@ class _Executions:
             self._start(execution)
 
     def _free(self) -> list[_Execution]:
-        """Return what need not wait any more; the caller holds the lock, and starts it."""
+        """Return what need not wait any more; the caller holds the lock, and starts it.
+
+        Collectives that are named by their place begin in one order on all ranks: none of them
+        overtakes another one.
+        """
         free, waiting, earlier = [], [], set(self._names)
         for execution in self._waiting:
             names = execution.keys
+            if execution.registered.options.by_place:
+                names = [*names, (*names[0][:2], _IN_ORDER)]
             if earlier.isdisjoint(names):
                 free.append(execution)
-                self._names.update(names)
+                self._names.update(execution.keys)
+                earlier.update(execution.keys)
             else:
                 waiting.append(execution)
-            earlier.update(names)
+                earlier.update(names)
         self._waiting = waiting
         return free
 
