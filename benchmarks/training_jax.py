@@ -11,7 +11,8 @@ computes with one thread. All train the same networks with the same optimizer on
 - "jax.distributed": that program in `jax.shard_map` over the processes, whose gradients
   `jax.lax.pmean` averages by the collectives of gloo;
 - "hvdlite": that program with a `DistributedOptimizer`, whose gradients leave while XLA computes;
-- "hvdlite after": one program computes the gradients, and the next one reduces them and steps.
+- "hvdlite after": one program computes the gradients, and the next one reduces them and steps;
+- "hvdlite sharded": as "hvdlite", with a state of which each rank has its part (`shard_state`).
 
 Prints a table (the median of the jobs, in brackets the least and the most of them), and writes all
 figures to a JSON file.
@@ -34,8 +35,9 @@ from measuring import HVDLITE_RANKS, Ranks, Way, interleave, launched_rank, make
 from training_table import print_training
 
 FLOOR, DISTRIBUTED, OVERLAPPED = "floor", "jax.distributed", "hvdlite"
-AFTER = "hvdlite after"
-ENTRIES = [FLOOR, DISTRIBUTED, OVERLAPPED, AFTER]
+AFTER, SHARDED = "hvdlite after", "hvdlite sharded"
+OURS = [OVERLAPPED, AFTER, SHARDED]
+ENTRIES = [FLOOR, DISTRIBUTED, *OURS]
 WARM_STEPS = 3
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 Params = dict[str, Any]
@@ -150,10 +152,10 @@ def make_step(entry: str, task: Task, ranks: Ranks) -> tuple[Way, Callable[[], P
 
     model, params, inputs, labels = task
     optimizer = optax.sgd(1e-3, momentum=0.9)
-    if entry in (OVERLAPPED, AFTER):
+    if entry in OURS:
         import hvdlite.jax as hvd
 
-        optimizer = hvd.DistributedOptimizer(optimizer)
+        optimizer = hvd.DistributedOptimizer(optimizer, shard_state=entry == SHARDED)
 
     def gradients(params: Params, inputs: Any, labels: Any) -> Params:
         def loss(params: Params) -> Any:
@@ -269,7 +271,7 @@ def main() -> None:
         rank_main(args)
         return
     records, left_out = run_jobs(__file__, args, sys.argv[1:])
-    print_training(records, args.entries, FLOOR, DISTRIBUTED, OVERLAPPED, AFTER)
+    print_training(records, args.entries, FLOOR, DISTRIBUTED, *OURS)
     finish(args.json, records, left_out)
 
 
