@@ -132,6 +132,38 @@ def test_nothing_more_is_heard_on_a_connection_that_a_message_has_closed() -> No
     assert [each.request for each in heard] == [1]
 
 
+def test_answers_that_are_made_together_go_in_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server looks for more requests before it has sent its last answers."""
+    frames, receive = list[int](), Caller._receive
+
+    def count(self: Caller, messages: Any, arrays: Any) -> None:
+        frames.append(len(messages))
+        receive(self, messages, arrays)
+
+    monkeypatch.setattr(Caller, "_receive", count)
+    listener = Listener(Address("127.0.0.1"), SERVER)
+    peer = Peer(listener.address, SERVER, token=b"")
+    thread = threading.Thread(target=answer_two, args=(listener,))
+    thread.start()
+    peer.wait(lambda: peer.caller.takes)
+    peer.caller.send(Message("beat", 1))
+    peer.caller.send(Message("beat", 2))
+    peer.wait(lambda: len(peer.heard) == 2)
+    peer.close()
+    thread.join(LIMIT_SECONDS)
+    assert frames == [2]
+
+
+def answer_two(listener: Listener) -> None:
+    asked = [listener.receive(LIMIT_SECONDS) for _ in range(2)]
+    for received in asked:
+        assert received is not None
+        listener.send(*received)
+        assert listener.receive(0) is None
+    listener.receive(0.05)
+    listener.close()
+
+
 def echo(listener: Listener, count: int) -> None:
     end = time.monotonic() + LIMIT_SECONDS
     while count and time.monotonic() < end:

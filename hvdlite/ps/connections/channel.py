@@ -244,8 +244,11 @@ class Listener:
     # -- messages
 
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
-        """Return the next message and its sender; None where none comes within `seconds`."""
-        if not self._received:
+        """Return the next message and its sender; None where none comes within `seconds`.
+
+        Before it waits, it lets go what was sent.
+        """
+        if seconds > 0 and not self._received:
             self._flush()
         end = self._loop.now() + seconds
         left = seconds
