@@ -6,7 +6,8 @@ process ends with the job; they are for workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.handles import Handle, HandleTable
 from hvdlite.ps import context
+from hvdlite.ps.connections.client import Plan
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.context import PREFIX, serve
-from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
+from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, dtype_of
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC
 from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
-from hvdlite.ps.worker.ordered_operations import until_settled
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.worker import Worker
@@ -42,22 +43,23 @@ class RawTable(RemoteTable):
     def pull_async(self) -> Handle:
         """Return a handle of the tensor, which has all that was pushed here before."""
         self.raise_if_rolled_back()
-        return until_settled(self._pull_once)
+        return self._pull_parts(self._plan_pull)
 
-    def _pull_once(self) -> Handle:
+    def _plan_pull(self) -> Plan:
         # A table that moves has its blocks first, then its shards, then fails the old ones.
         shards = self._shards
-        every = self._blocks
+        return [self._pull_of(shard, ()) for shard in shards], partial(self._join, self._blocks)
+
+    def _join(self, every: Sequence[Sequence[Block]], answers: list[Message]) -> Array:
         (spec,) = self.specs
-
-        def finish(answers: list[Message]) -> Array:
-            found = np.empty(spec.size, dtype_of(spec.dtype))
-            for blocks, answer in zip(every, answers, strict=True):
-                for block, data in zip(blocks, answer.payloads, strict=True):
-                    block.scatter(block.view(data), [found], self._first_key)
-            return found.reshape(spec.shape)
-
-        return self._pull_parts(shards, [()] * len(shards), finish)
+        found = np.empty(spec.size, dtype_of(spec.dtype))
+        for blocks, answer in zip(every, answers, strict=True):
+            for block, data in zip(blocks, answer.payloads, strict=True):
+                is_whole = len(block.parts) == 1 and block.size == spec.size
+                if is_whole and type(data) is bytes:  # See `Block.small_copy`.
+                    return block.view(bytearray(data)).reshape(spec.shape)
+                block.scatter(block.view(data), [found], self._first_key)
+        return found.reshape(spec.shape)
 
     def refresh(self) -> None:
         """See `TableShards`. Should a server be lost, what was pulled last is offered to it."""
@@ -126,7 +128,7 @@ class RawCalls:
             table = _start(worker, name, zeros, known[1] if known else options)
         table = _dense(table, name)
         (spec,) = table.specs
-        if (value.dtype.name, value.shape) != (spec.dtype, spec.shape):
+        if value.dtype != dtype_of(spec.dtype) or value.shape != spec.shape:
             raise ValueError(
                 f"{name!r} is {spec.dtype} of shape {spec.shape} on the servers, and "
                 f"{value.dtype} of shape {value.shape} was pushed"

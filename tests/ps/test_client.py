@@ -16,6 +16,7 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address
 from hvdlite.ps.cluster.settings import SERVER
+from hvdlite.ps.connections import client as client_module
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
@@ -63,6 +64,19 @@ def test_a_call_that_raises_fails_its_own_handle() -> None:
     assert handle.ended_within(20)
     with pytest.raises(HorovodInternalError, match="KeyError"):
         handle.wait()
+    client.close()
+
+
+def test_calls_gather_until_somebody_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "GATHER_SECONDS", 60.0)
+    client, made = Client(b"a worker"), list[str]()
+    client.call(lambda: made.append("a call"))  # Its thread has done nothing for long.
+    wait_until(lambda: bool(made) and client._gathers)
+    client.call(lambda: made.append("another"))
+    assert made == ["a call"]
+    handle = client.ask(lambda done: done(Message("done")))
+    assert handle.ended_within(20)
+    assert made == ["a call", "another"]
     client.close()
 
 
@@ -134,7 +148,7 @@ def test_a_connection_may_end_while_another_one_is_read() -> None:
         for listener, received in zip(listeners, asked, strict=True):
             assert received is not None
             listener.send(received[0], Message("beat", received[1].request))
-            assert listener.receive(0) is None  # By which the answer goes.
+            assert listener.receive(0.001) is None  # By which the answer goes.
         answered.set()
         wait_until(lambda: bool(heard))
         later = client.ask(lambda done: done(Message("done")))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlite.ps.layouts import blocks as blocks_module
-from hvdlite.ps.layouts.blocks import TensorSpec, blocks_of
+from hvdlite.ps.layouts.blocks import Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import Layout, Part, cut, place, rebalance
 
 
@@ -150,3 +150,16 @@ def test_ranges_are_even() -> None:
     assert cut(8, 4) == [(0, 4), (4, 8)]
     assert cut(0, 4) == [(0, 0)]
     assert Part(0, 1, 3, 0) < Part(0, 2, 3, 0)
+
+
+def test_only_a_block_of_one_small_part_is_copied_at_once() -> None:
+    tensors = [np.arange(10, dtype="float32"), np.arange(8000, dtype="float32")]
+
+    def copied(*parts: Part, dtype: str = "float32") -> bytes | None:
+        return Block(dtype, 0, parts).small_copy(tensors, 5)
+
+    assert copied(Part(5, 2, 7, 0)) == np.arange(2, 7, dtype="float32").tobytes()
+    assert copied(Part(6, 0, 4096, 0)) == np.arange(4096, dtype="float32").tobytes()
+    assert copied(Part(6, 0, 4097, 0)) is None
+    assert copied(Part(5, 2, 7, 0), dtype="float64") is None
+    assert copied(Part(5, 2, 7, 0), Part(6, 0, 4, 0)) is None

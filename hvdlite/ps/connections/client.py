@@ -32,8 +32,13 @@ CLOSED = "this process has left its parameter servers: its connections are close
 # Of the name that a user gives to a process, and of that of its host, in characters.
 MOST_WORDS, MOST_HOST = 48, 64
 
+# How long a call waits for others: only one thread runs at a time, and each turn costs.
+GATHER_SECONDS = 0.0005
+
 _Call = Callable[[], object]
 _Ask = Callable[[Callable[[Message | Exception], None]], object]
+# What is asked, and what makes the result of a list of answers; it must neither wait nor raise.
+Plan = tuple[Sequence[_Ask], Callable[[list[Any]], Any]]
 
 
 def name_of(role: str, words: str) -> bytes:
@@ -46,7 +51,7 @@ def name_of(role: str, words: str) -> bytes:
 
 
 def _nothing(*_: object) -> None:
-    """Leave it at that: nobody waits."""
+    """Leave it at that."""
 
 
 def _only(results: list[Any]) -> Any:
@@ -66,13 +71,14 @@ class Client:
         # Is replaced, never changed: the thread may go through it while another one connects.
         self._connections: Sequence[Connection] = ()
         self._calls: deque[tuple[_Call, _Call]] = deque()
-        self._woken = False  # It will look for calls again.
+        self._woken = False  # It will look for calls before it sleeps.
+        self._gathers = self._hurried = False  # It waits for more calls; it must not.
         self._ended = False  # The thread takes no calls any more.
         self._timers: list[_Timer] = []
         self._lock = threading.RLock()  # Guards the end: a loop that is closed is not woken.
         self._closed = False
-        self._pending: set[Handle] = set()  # Of `ask`. Only the thread changes it.
-        self._failure: Exception | None = None  # What has ended the work of the thread.
+        self.pending: set[Handle] = set()  # Of `ask`. Only the thread changes it.
+        self.failure: Exception | None = None  # What has ended the work of the thread.
         self.on_failure: Callable[[Exception], object] = lambda _error: None
         self.records = OFF  # Of the pushes and pulls that this thread makes.
         self.memory: SharedMemory | None = None
@@ -119,43 +125,22 @@ class Client:
 
         What has no result when the client is closed, or is asked later, fails.
         """
-        return self.ask_all([function], _only)
+        handle = self.ask_all([function], _only)
+        handle.queue = self
+        return handle
 
     def ask_all(
-        self, functions: Sequence[_Ask], finish: Callable[[list[Any]], Any] = _nothing
-    ) -> Handle:
+        self, functions: Sequence[_Ask], finish: Callable[[list[Any]], Any] = _nothing,
+        again: Callable[[Exception], Plan | None] = _nothing,
+    ) -> Handle:  # fmt: skip
         """Do as `ask` for each function; nothing else happens in the thread between them.
 
         When all have ended, the handle has what `finish` makes of their results, or the first
-        error. `finish` must neither wait nor raise.
+        error, unless `again` says what to ask instead. Who gives the handle away sets its queue.
         """
-        handle, missing = Handle(), len(functions)
-        results: list[Message | Exception | None] = [None] * missing
-
-        def end(number: int, result: Message | Exception) -> None:
-            nonlocal missing
-            results[number] = result
-            missing -= 1
-            if missing or handle.poll():
-                return
-            self._pending.discard(handle)
-            for each in results:
-                if isinstance(each, Exception):
-                    handle.fail(each)
-                    return
-            handle.complete(finish(results))
-
-        def begin() -> None:
-            self._pending.add(handle)
-            for number, function in enumerate(functions):
-                done = partial(end, number)
-                if self._failure is None:
-                    function(done)
-                else:
-                    done(self._failure)
-
-        self.call(begin, lambda: handle.fail(HorovodInternalError(CLOSED)))
-        return handle
+        asked = _Asked(self, functions, finish, again)
+        self.call(asked.begin, asked.refuse)
+        return asked.handle
 
     def call(self, function: _Call, otherwise: _Call = _nothing) -> None:
         """Run a function in the thread soon, or `otherwise` where the client is closed before.
@@ -165,11 +150,24 @@ class Client:
         self._calls.append((function, otherwise))
         if self._ended:  # Looked at after the append: either the thread or this one finds it.
             self._refuse_calls()
-        elif not self._woken:  # Likewise: it says that it looks, and then it does.
+        elif not self._woken:  # Likewise: it says that it sleeps, and then looks for calls.
             with self._lock:
                 if not self._ended:
                     self._woken = True
                     self._loop.wake()
+
+    def hurry(self) -> None:
+        """Let the thread make at once the calls that are here: somebody waits for one of them."""
+        if self._calls:
+            self._hurried = True
+            if self._gathers:  # Looked at afterwards: the thread does it the other way round.
+                with self._lock:
+                    if not self._ended:
+                        self._loop.wake()
+
+    def attend(self, handle: Handle) -> None:
+        """See `hurry`."""
+        self.hurry()
 
     def _refuse_calls(self) -> None:
         with contextlib.suppress(IndexError):
@@ -181,6 +179,7 @@ class Client:
         if not self._closed:
             self._closed = True
             self.call(lambda: None)
+            self.hurry()
             self._thread.join()
 
     def _run(self) -> None:
@@ -200,7 +199,7 @@ class Client:
             self.memory.close()
 
     def _look(self) -> None:
-        self._woken = False
+        hurried, self._hurried = self._hurried, False
         while self._calls:
             self._calls.popleft()[0]()
         if self._closed:
@@ -210,7 +209,18 @@ class Client:
         seconds = max(0.0, min(times, default=0.0) - outside.now()) if times else 60.0
         for connection in self._connections:
             connection.caller.flush()
-        self._loop.run_once(seconds)
+        # After a hurried call whoever could make others waits for its answer.
+        if hurried or not self._gather(seconds):
+            self._woken = False
+            self._loop.run_once(0.0 if self._calls else seconds)
+            self._woken = True
+
+    def _gather(self, seconds: float) -> bool:
+        """Sleep for so short a time that calls need not end it; return whether there was work."""
+        self._gathers = True
+        works = self._hurried or self._loop.run_once(min(seconds, GATHER_SECONDS))
+        self._gathers = False
+        return works or bool(self._calls)
 
     def _fail(self, error: Exception) -> None:
         """Let all that waits end with an error, which nobody could answer any more.
@@ -226,15 +236,64 @@ class Client:
 
     def _end_all(self, failure: Exception) -> None:
         """Let all that waits, and all that comes, fail with the first of such errors."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
-        self._failure = failure
-        for handle in [*self._pending]:
-            self._pending.discard(handle)
+        self.failure = failure
+        for handle in [*self.pending]:
+            self.pending.discard(handle)
             if not handle.poll():
                 handle.fail(failure)
         with contextlib.suppress(Exception):  # Its tables may be what has failed.
             self.on_failure(failure)
+
+
+class _Asked:
+    """What was asked, and the handle of its result."""
+
+    __slots__ = ("_again", "_client", "_finish", "_functions", "_missing", "_results", "handle")
+
+    def __init__(
+        self, client: Client, functions: Sequence[_Ask], finish: Callable[[list[Any]], Any],
+        again: Callable[[Exception], Plan | None],
+    ) -> None:  # fmt: skip
+        self.handle = Handle()
+        self._client, self._again = client, again
+        self._functions, self._finish = functions, finish
+        self._missing = 0
+        self._results: list[Message | Exception | None] = []
+
+    def begin(self) -> None:
+        """Ask, in the thread."""
+        client, functions = self._client, self._functions
+        client.pending.add(self.handle)
+        self._missing = len(functions)
+        self._results = [None] * self._missing
+        for number, function in enumerate(functions):
+            done = partial(self._end, number)
+            if client.failure is None:
+                function(done)
+            else:
+                done(client.failure)
+
+    def refuse(self) -> None:
+        """Fail, as the client is closed."""
+        self.handle.fail(HorovodInternalError(CLOSED))
+
+    def _end(self, number: int, result: Message | Exception) -> None:
+        self._results[number] = result
+        self._missing -= 1
+        if self._missing or self.handle.poll():
+            return
+        errors = [each for each in self._results if isinstance(each, Exception)]
+        if errors and (plan := self._again(errors[0])) is not None:
+            self._functions, self._finish = plan
+            self.begin()
+            return
+        self._client.pending.discard(self.handle)
+        if errors:
+            self.handle.fail(errors[0])
+        else:
+            self.handle.complete(self._finish(self._results))
 
 
 class _Timer:

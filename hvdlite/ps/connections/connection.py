@@ -21,6 +21,7 @@ class _Sent:
     """A request that has no answer yet."""
 
     message: Message
+    nbytes: int
     again_at: float
     wait: float
 
@@ -46,15 +47,15 @@ class Connection:
     def send(self, message: Message) -> int:
         """Send a request until it is answered; return its id."""
         self._number += 1
-        message = message._replace(request=self._number)
+        message = message.numbered(self._number)
         # What is large is on its way for long, and sending it again would only delay it.
-        nbytes = _nbytes_of(message)
+        nbytes = under_way = _nbytes_of(message)
         if self.caller.sharing is None:  # An answer comes behind all that is under way.
             nbytes += self._answer_bytes.get((message.kind, message.table), 0)
             nbytes += self._unanswered_bytes
         wait = FIRST_WAIT_SECONDS + nbytes / SLOW_BYTES_PER_SECOND
-        self._sent[self._number] = sent = _Sent(message, self._now() + wait, wait)
-        self._unanswered_bytes += _nbytes_of(message)
+        self._sent[self._number] = sent = _Sent(message, under_way, self._now() + wait, wait)
+        self._unanswered_bytes += under_way
         self._look_at = min(self._look_at, sent.again_at)
         self.caller.send(message)
         return self._number
@@ -69,7 +70,7 @@ class Connection:
         if not message.request:
             self.news(message)
         elif (sent := self._sent.pop(message.request, None)) is not None:
-            self._unanswered_bytes -= _nbytes_of(sent.message)
+            self._unanswered_bytes -= sent.nbytes
             request = sent.message.kind, sent.message.table
             self._answer_bytes[request] = _nbytes_of(message)
             self.receive(message)

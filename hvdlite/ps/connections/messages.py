@@ -31,6 +31,7 @@ This module never sends. Nothing that arrives is unpickled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -75,6 +76,10 @@ class Message(NamedTuple):
     body: Mapping[str, Any] = {}
     payloads: Sequence[Buffer] = ()
 
+    def numbered(self, request: int) -> Message:
+        """Return the message as the request with this id."""
+        return Message(self.kind, request, *self[2:])
+
 
 class Answer(NamedTuple):
     """A message to a peer."""
@@ -83,6 +88,7 @@ class Answer(NamedTuple):
     message: Message
 
 
+@lru_cache(1024)
 def role_of(peer: bytes) -> str:
     """Return the role of a peer: the first word of its name."""
     return peer.partition(b" ")[0].decode(errors="replace")

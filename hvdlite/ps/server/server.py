@@ -276,8 +276,9 @@ class Server:
             ]
         if message.body.get(REPLACES):  # A snapshot that was made of other values is made again.
             self._saved.pop(message.table, None)
-        calls = {"offer": table.offer, "push": table.push, "pull": table.pull}
-        return calls[message.kind.removesuffix("_rows")](peer, worker, message)
+        kind = message.kind.removesuffix("_rows")
+        ask = table.push if kind == "push" else table.pull if kind == "pull" else table.offer
+        return ask(peer, worker, message)
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:
         worker = self._worker_of.pop(peer, None)

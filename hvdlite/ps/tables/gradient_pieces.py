@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.layouts.blocks import Array, Block, dtype_of
 
 # In the body of a push: where its payloads belong; the attempt; whether it is the push itself.
@@ -114,10 +114,10 @@ class Rest(NamedTuple):
     """What is left of a push, and what the message says of it besides."""
 
     body: Mapping[str, Any]
-    payloads: Sequence[memoryview]
+    payloads: Sequence[Buffer]
 
 
-def rest_of(blocks: Sequence[Block], gone: Gone, payloads: Sequence[memoryview]) -> Rest:
+def rest_of(blocks: Sequence[Block], gone: Gone, payloads: Sequence[Buffer]) -> Rest:
     """Return what was not sent of a push, whose payloads are whole blocks."""
     places, left = [], []
     for number, (block, payload) in enumerate(zip(blocks, payloads, strict=True)):

@@ -18,7 +18,7 @@ from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.layouts.blocks import Array, dtype_of
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.row_store import RowShare, RowStore
-from hvdlite.ps.tables.table import Pull, Table
+from hvdlite.ps.tables.table import Table
 from hvdlite.ps.tables.updater import Updater, wide_dtype
 
 
@@ -123,17 +123,15 @@ class RowTable(Table):
             self._before = self.version, ids, self.updater.take(ids)
         super()._update(gradients)
 
-    def _values_for(self, pull: Pull) -> Answer:
-        """Answer with rows; in sync they are those that the step of the pull begins with."""
-        ids, version = _ids_of(pull.message), self.version
+    def _values_for(self, pull: Message) -> tuple[int, Sequence[Array]]:
+        """Return rows; in sync they are those that the step of the pull begins with."""
+        ids, version = _ids_of(pull), self.version
         rows = np.ascontiguousarray(self.updater.take(ids))
-        if self._before is not None and self._before[0] == pull.message.clock:
+        if self._before is not None and self._before[0] == pull.clock:
             version, updated, old = self._before
             _, own, others = np.intersect1d(ids, updated, assume_unique=True, return_indices=True)
             rows[own] = old[others]
-        payloads = [memoryview(rows.reshape(-1).view(np.uint8).data)]
-        answer = self._answer(pull.peer, pull.message.request, "values", payloads=payloads)
-        return answer._replace(message=answer.message._replace(clock=version))
+        return version, [rows]
 
     def _values_of(self, version: int) -> list[Array]:
         return [array.copy() for array in self.updater.values()]

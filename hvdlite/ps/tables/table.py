@@ -313,7 +313,7 @@ class Table:
         answers = []
         for worker in ready:
             pull = self._pulls.pop(worker)
-            answers.append(self._record_pull(worker, pull, self._values_for(pull)))
+            answers.append(self._answer_pull(worker, pull))
         return answers
 
     # -- what is recorded
@@ -325,14 +325,16 @@ class Table:
                 stale=stale, nbytes=nbytes,
             )  # fmt: skip
 
-    def _record_pull(self, worker: int, pull: Pull, answer: Answer) -> Answer:
+    def _answer_pull(self, worker: int, pull: Pull) -> Answer:
         """Return the answer, which says how far the slowest worker is behind."""
-        message, clock = answer.message, pull.message.clock
-        self._given[worker] = message.clock
+        clock = pull.message.clock
+        version, values = self._values_for(pull.message)
+        self._given[worker] = version
         stale = max(0, clock - min(self.clocks.finished.values(), default=clock))
-        nbytes = sum(map(len, message.payloads))
-        self._record("pull", worker, clock, stale, nbytes)
-        return answer._replace(message=message._replace(body={**message.body, "stale": stale}))
+        self._record("pull", worker, clock, stale, _nbytes_of(values))
+        payloads = [memoryview(array.reshape(-1).view(np.uint8).data) for array in values]
+        words = "values", pull.message.request, self.name, version, self._incarnation
+        return Answer(pull.peer, Message(*words, {"stale": stale}, payloads))
 
     # -- parts
 
@@ -376,16 +378,14 @@ class Table:
         self.clocks.update()
         self.records.end("update", self.name, version=self.version)
 
-    def _values_for(self, pull: Pull) -> Answer:
-        """Answer with values in memory that the next update does not touch.
+    def _values_for(self, pull: Message) -> tuple[int, Sequence[Array]]:
+        """Return a version, and its values in memory that the next update does not touch.
 
         In sync they are those that the step of the pull begins with.
         """
-        clock, is_sync = pull.message.clock, self.clocks.mode.name == SYNC
-        version = clock if is_sync and clock in self._sent else self.version
-        payloads = [memoryview(array.view(np.uint8).data) for array in self._values_of(version)]
-        answer = self._answer(pull.peer, pull.message.request, "values", payloads=payloads)
-        return answer._replace(message=answer.message._replace(clock=version))
+        is_kept = self.clocks.mode.name == SYNC and pull.clock in self._sent
+        version = pull.clock if is_kept else self.version
+        return version, self._values_of(version)
 
     def _values_of(self, version: int) -> list[Array]:
         """Return a copy of the values of this version, or of one before that is kept."""
@@ -395,13 +395,8 @@ class Table:
                 del self._sent[old]
         return self._sent[version]
 
-    def _answer(
-        self, peer: bytes, request: int, kind: str, body: Mapping[str, Any] | None = None,
-        payloads: Sequence[memoryview] = (),
-    ) -> Answer:  # fmt: skip
-        message = Message(
-            kind, request, self.name, self.version, self._incarnation, body or {}, payloads
-        )
+    def _answer(self, peer: bytes, request: int, kind: str, body: Mapping[str, Any] = {}) -> Answer:
+        message = Message(kind, request, self.name, self.version, self._incarnation, body)
         return Answer(peer, message)
 
 

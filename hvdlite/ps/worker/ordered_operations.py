@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections.messages import Message
 
 Done = Callable[[Message | Exception], None]
@@ -60,28 +58,3 @@ class OrderedOperations:
         done(result)
         self._busy.remove(pulls)
         self._next()
-
-
-def until_settled(
-    attempt: Callable[[], Handle], finish: Callable[[Any], Any] = lambda found: found
-) -> Handle:
-    """Return a handle of what `attempt` begins, again where other servers keep the table now.
-
-    It has what `finish` makes of the result, which must neither wait nor raise.
-    """
-    result = Handle()
-
-    def begin() -> None:
-        handle = attempt()
-        handle.on_end(lambda: end(handle))
-
-    def end(handle: Handle) -> None:
-        if isinstance(handle.error, MovedError):
-            begin()
-        elif handle.error is not None:
-            result.fail(handle.error)
-        else:
-            result.complete(finish(handle.wait()))
-
-    begin()
-    return result

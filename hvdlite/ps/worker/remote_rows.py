@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.plain.handles import Handle
-from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.client import Client, Plan
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.scheduler.registry import TableOptions
@@ -18,7 +18,6 @@ from hvdlite.ps.tables.description import describe_table
 from hvdlite.ps.tables.row_store import RowShare, RowsSpec
 from hvdlite.ps.tables.row_table import merge_repeated
 from hvdlite.ps.tables.table import SKIP
-from hvdlite.ps.worker.ordered_operations import until_settled
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.table_shards import TableShards
 
@@ -81,13 +80,12 @@ class RemoteRows(TableShards):
         self.raise_if_rolled_back()
         unique, inverse = np.unique(self.checked_ids(ids), return_inverse=True)
         places = inverse.reshape(-1)
-        return until_settled(partial(self._pull_once, unique), lambda found: found[places])
+        return self._pull_parts(partial(self._plan_pull, unique, places))
 
-    def _pull_once(self, ids: NDArray[np.int64]) -> Handle:
-        """Return a handle of rows, or of `MovedError` where other servers keep them now."""
+    def _plan_pull(self, ids: NDArray[np.int64], places: NDArray[np.intp]) -> Plan:
+        """Return how each of these ids is pulled once, and its rows are put to their places."""
         shards = self._shards
         of_servers = _of_servers(ids, len(shards))
-        asked = [[_bytes(ids[each])] for each in of_servers]
 
         def finish(answers: list[Message]) -> Array:
             dtype = dtype_of(self.spec.dtype)
@@ -95,9 +93,13 @@ class RemoteRows(TableShards):
             for of_server, answer in zip(of_servers, answers, strict=True):
                 rows = np.frombuffer(answer.payloads[0], dtype)
                 found[of_server] = rows.reshape(-1, self.spec.length)
-            return found
+            return found[places]
 
-        return self._pull_parts(shards, asked, finish)
+        pulls = [
+            self._pull_of(shard, [_bytes(ids[each])])
+            for shard, each in zip(shards, of_servers, strict=True)
+        ]
+        return pulls, finish
 
     def checked_ids(self, ids: Any) -> NDArray[np.int64]:
         """Return ids as int64. Raises TypeError and ValueError that name what is wrong."""

@@ -134,12 +134,13 @@ class RemoteTable(TableShards):
             for block, data in zip(blocks, answer.payloads, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)
 
-    def _cut(
-        self, tensors: Sequence[Array], server: int, gone: Gone | None = None
-    ) -> list[memoryview]:
+    def _cut(self, tensors: Sequence[Array], server: int, gone: Gone | None = None) -> list[Buffer]:
         """Return the payloads of a server; what has gone lies in some of them already."""
-        payloads = []
+        payloads: list[Buffer] = []
         for number, block in enumerate(self._blocks[server]):
+            if (small := block.small_copy(tensors, self._first_key)) is not None:
+                payloads.append(small)  # Parts of such a size are never sent early.
+                continue
             if gone is None or number not in gone.arrays:
                 array = new_memory(self._client, block)
                 block.gather(tensors, self._first_key, array)

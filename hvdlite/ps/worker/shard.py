@@ -95,7 +95,8 @@ class Shard:
 
         `rest` is what is left of them where pieces have been sent.
         """
-        message = Message(f"push{self._kinds}", 0, self.table, self.clock, 0, body, payloads)
+        kind = f"push{self._kinds}"
+        message = Message(kind, 0, self.table, self.clock, self.layout, body, payloads)
         self._numbers = body.get("numbers") or self._numbers
         self.clock += 1
         self._displace("push")
@@ -118,7 +119,7 @@ class Shard:
     ) -> None:
         """Pull the values that the next step needs; of rows, `payloads` has their ids."""
         kind = f"pull{self._kinds}"
-        message = Message(kind, 0, self.table, self.clock, payloads=payloads)
+        message = Message(kind, 0, self.table, self.clock, self.layout, {}, payloads)
         self._displace("pull")
         self._pull = _Request(message, done)
         self.records.begin("pull", self.table, self._peer)
@@ -284,7 +285,7 @@ class Shard:
         )  # fmt: skip
 
     def _offer(self, values: Sequence[Buffer], body: Mapping[str, Any]) -> None:
-        self._note("start", Message("offer", 0, self.table, body=body, payloads=values))
+        self._note("start", Message("offer", 0, self.table, 0, self.layout, body, values))
 
     def _say_start(self) -> None:
         body: dict[str, Any] = {
@@ -294,7 +295,7 @@ class Shard:
         if self._on_start is None:
             body["clock"] = self.clock if self._push is None else self._push.message.clock
         self._ids.clear()
-        self._note("start", Message("start", 0, self.table, body=body))
+        self._note("start", Message("start", 0, self.table, 0, self.layout, body))
 
     def _send_again(self, word: str) -> None:
         request = self._push if word == "push" else self._pull
@@ -306,7 +307,7 @@ class Shard:
             self._note(word, request.message)
 
     def _note(self, word: str, message: Message) -> None:
-        self._ids[self._send(message._replace(incarnation=self.layout))] = word
+        self._ids[self._send(message)] = word
 
     def _end(self, word: str, result: Message | Exception) -> None:
         request = self._push if word == "push" else self._pull
@@ -319,6 +320,9 @@ class Shard:
     def _displace(self, word: str) -> None:
         """Fail a request whose place another one takes: answers to it are dropped from now on."""
         self._ids = {number: other for number, other in self._ids.items() if other != word}
+        request = self._push if word == "push" else self._pull
+        if request is None or request.done is _nothing:
+            return
         why = (
             f"worker {self._worker} has begun another {word} of the table '{self.table}' before "
             "this one was answered: let one thread at a time use an optimizer"

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections import outside
-from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.client import Client, Plan
 from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import SYNC
@@ -75,6 +75,10 @@ class Gate:
         with self._changed:
             self._border = self._on_quiet = None
             self._changed.notify_all()
+
+
+def _if_moved(plan: Callable[[], Plan], error: Exception) -> Plan | None:
+    return plan() if isinstance(error, MovedError) else None
 
 
 class TableShards:
@@ -245,26 +249,25 @@ class TableShards:
 
     def _begin_push(self, pushes: Sequence[Begin], *, in_order: bool) -> Handle:
         """Begin a push at all servers in one turn of the client; tell the gate of its end."""
-        begins: list[Begin] = [partial(self._unless_rolled_back, push) for push in pushes]
-        if in_order:
-            begins = [
-                partial(shard.operations.push, begin)
-                for shard, begin in zip(self._shards, begins, strict=True)
-            ]
+        begins: list[Begin] = []
+        for shard, push in zip(self._shards, pushes, strict=True):
+            begin = partial(self._unless_rolled_back, push)
+            begins.append(partial(shard.operations.push, begin) if in_order else begin)
         handle = self._client.ask_all(begins)
         handle.on_end(self.gate.answered)
+        handle.queue = self._client
         return handle
 
-    def _pull_parts(
-        self, shards: Sequence[Shard], asked: Sequence[Sequence[Buffer]],
-        finish: Callable[[list[Any]], Any],
-    ) -> Handle:  # fmt: skip
-        """Pull what is asked of each server, after what was asked before; see `Client.ask_all`."""
-        pulls = [
-            partial(shard.operations.pull, partial(shard.pull, payloads=payloads))
-            for shard, payloads in zip(shards, asked, strict=True)
-        ]
-        return self._client.ask_all(pulls, finish)
+    def _pull_parts(self, plan: Callable[[], Plan]) -> Handle:
+        """Return a handle of what is pulled as planned, anew where others keep the table now."""
+        handle = self._client.ask_all(*plan(), partial(_if_moved, plan))
+        handle.queue = self._client
+        return handle
+
+    @staticmethod
+    def _pull_of(shard: Shard, payloads: Sequence[Buffer]) -> Begin:
+        """Return what pulls from a server, after what was asked of it before."""
+        return partial(shard.operations.pull, partial(shard.pull, payloads=payloads))
 
     def move(self, answer: Message) -> None:
         """Go to the servers of the next layout, in the client; nothing is pushed meanwhile.

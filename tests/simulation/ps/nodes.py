@@ -234,11 +234,11 @@ class Loop:
         self._signal.give()
 
     def run_once(self, timeout: float | None = None) -> bool:
-        self._signal.wait(lambda: self._woken, timeout)
+        woken = self._signal.wait(lambda: self._woken, timeout)
         self._woken = False
         for _ in range(len(self._calls)):
             self._calls.popleft()()
-        return True
+        return woken
 
     def close(self) -> None:
         """Nothing is open."""
