@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 
 from jobs import environment
 from measuring import Spread, duration
@@ -53,7 +54,8 @@ class Cluster:
             port = probe.getsockname()[1]
         self._environ = environment() | {
             "HVDLITE_SCHEDULER": f"{job.address}:{port}", "HVDLITE_NUM_SERVERS": str(job.servers),
-            "HVDLITE_NUM_WORKERS": str(job.workers), **job.variables,
+            "HVDLITE_NUM_WORKERS": str(job.workers), "HVDLITE_PS_TOKEN": token_hex(16),
+            **job.variables,
         }  # fmt: skip
         kept = (
             "sizes", "mode", "staleness", "steps", "seconds", "slow", "compute", "backward", "way",
