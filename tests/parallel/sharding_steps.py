@@ -28,7 +28,7 @@ from hvdlite.torch.sharding.dtensor import (
 )
 from tests.torch.sharded_training import COUNTS, Counting
 
-SHARE, WIDTH, STEPS = 4, 8, 4
+SHARE, WIDTH, STEPS = 4, 8, 3
 Partial: Any = getattr(placement_types, "Partial", None) or placement_types._Partial
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
