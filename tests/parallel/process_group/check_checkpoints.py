@@ -76,7 +76,7 @@ def asynchronous_checkpoint() -> None:
         assert all(torch.equal(empty[n].full_tensor(), t) for n, t in tensors().items())
 
 
-@feature()
+@feature(2)
 def fsdp2_and_adam_resumed() -> None:
     """Two steps, a checkpoint and one step more have the bits of three steps."""
     mesh = cpu_mesh(dist.get_world_size())

@@ -59,7 +59,7 @@ def steps_of(ddp: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> No
     models.train(ddp, optimizer, [models.part(step, rank, size) for step in range(count)])
 
 
-@feature()
+@feature(2)
 def ddp_weights_are_compared() -> None:
     with weights_compared_every_two_steps():
         ddp = DistributedDataParallel(models.make_model(), gradient_as_bucket_view=True)
@@ -174,7 +174,7 @@ def ddp_join_with_uneven_inputs() -> None:
     assert all(torch.equal(gradient, weight) for gradient in gradients)
 
 
-@feature()
+@feature(2)
 def ddp_communication_hooks() -> None:
     alone = models.trained_alone(1)
     for hook, state, tolerance in (
@@ -215,7 +215,7 @@ def ddp_compiled() -> None:
     models.close(model, models.trained_alone())
 
 
-@feature()
+@feature(2)
 def zero_redundancy_optimizer() -> None:
     """Bitwise equal to DistributedOptimizer, with a part of the state on each rank."""
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -79,7 +79,7 @@ def dtensor_two_dimensions() -> None:
     assert cut.redistribute(mesh, [Shard(1), Shard(0)]).full_tensor().equal(tensor)
 
 
-@feature()
+@feature(4)
 def tensor_parallel() -> None:
     """Column-wise and row-wise layers, five steps of Adam."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

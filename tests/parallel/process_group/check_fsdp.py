@@ -42,7 +42,7 @@ def own_values(model: nn.Module) -> int:
     return sum(parameter.to_local().numel() for parameter in model.parameters())
 
 
-@feature()
+@feature(4)
 def fsdp2() -> None:
     size = dist.get_world_size()
     runs = []

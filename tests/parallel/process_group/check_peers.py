@@ -207,7 +207,7 @@ class WordModel(nn.Module):
         return result
 
 
-@feature()
+@feature(2)
 def ddp_of_a_sparse_embedding() -> None:
     """Weights after three steps, each rank with words of its own, as of one process."""
     rank, size = rank_and_size()
