@@ -63,7 +63,8 @@ def main() -> None:
         optimizer = hvd.DistributedOptimizer(make())
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         weights = train(optimizer, hvd.rank(), hvd.size(), broadcast)
-        np.testing.assert_allclose(weights, train(make(), 0, 1), rtol=1e-4, atol=2e-6)
+        if rank == 0:  # The others have what rank 0 has.
+            np.testing.assert_allclose(weights, train(make(), 0, 1), rtol=1e-4, atol=2e-6)
         everyone = np.asarray(hvd.allgather(weights[None], name="weights"))
         assert (everyone == weights).all()
     if keras.backend.backend() == "jax":

@@ -23,7 +23,7 @@ from hvdlite.common.gradients.buckets import CROWDED, ENOUGH_BYTES
 from hvdlite.tf.native.loader import library
 from tests.short_calls import short_calls
 
-COLLECTIVES = 24
+COLLECTIVES = 12
 IN_A_SESSION = 8  # sessions take long to prepare large graphs
 LIMIT_SECONDS = 60
 
