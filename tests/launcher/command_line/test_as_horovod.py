@@ -114,7 +114,7 @@ def test_torch_is_the_same_module() -> None:
 def test_tensorflow_and_keras_are_the_same_modules() -> None:
     pytest.importorskip("tensorflow")
     code = (
-        "import sys\n"
+        "import tests.lean, sys\n"
         "import horovod.tensorflow as hvd, horovod.keras, horovod.tensorflow.keras\n"
         "import hvdlite.keras, hvdlite.tf\n"
         "from horovod.tensorflow.mpi_ops import allreduce, rank\n"
