@@ -52,10 +52,8 @@ def runs(
 
 @pytest.mark.skipif(CHOSEN, reason="the environment was chosen already")
 @pytest.mark.timeout(LIMIT_SECONDS)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.jax) if name == "jax" else name for name in ELSEWHERE],
-)
+@pytest.mark.elsewhere
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_elsewhere(
     name: str,
     runs: dict[str, subprocess.Popen[bytes]],
