@@ -10,6 +10,7 @@ computes with one thread. All train the same networks with the same optimizer on
 - "floor": one program that makes the step without exchange, and a barrier;
 - "jax.distributed": that program in `jax.shard_map` over the processes, whose gradients
   `jax.lax.pmean` averages by the collectives of gloo;
+- "virtual devices": the same in one process, whose CPU XLA takes for as many devices as ranks;
 - "hvdlite": that program with a `DistributedOptimizer`, whose gradients leave while XLA computes;
 - "hvdlite after": one program computes the gradients, and the next one reduces them and steps;
 - "hvdlite sharded": as "hvdlite", with a state of which each rank has its part (`shard_state`).
@@ -34,10 +35,10 @@ from jobs import Record, add_job_options, addresses, finish, run_jobs
 from measuring import HVDLITE_RANKS, Ranks, Way, interleave, launched_rank, make_parser, parse
 from training_table import print_training
 
-FLOOR, DISTRIBUTED, OVERLAPPED = "floor", "jax.distributed", "hvdlite"
+FLOOR, DISTRIBUTED, VIRTUAL, OVERLAPPED = "floor", "jax.distributed", "virtual devices", "hvdlite"
 AFTER, SHARDED = "hvdlite after", "hvdlite sharded"
 OURS = [OVERLAPPED, AFTER, SHARDED]
-ENTRIES = [FLOOR, DISTRIBUTED, *OURS]
+ENTRIES = [FLOOR, DISTRIBUTED, VIRTUAL, *OURS]
 WARM_STEPS = 3
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 Params = dict[str, Any]
@@ -144,6 +145,22 @@ class DistributedRanks:
         return jax.make_array_from_process_local_data(sharding, values)
 
 
+class VirtualRanks(DistributedRanks):
+    """The devices that XLA makes of the CPU, as ranks. All get the batch of rank 0."""
+
+    def __init__(self, size: int) -> None:
+        import jax
+
+        self.rank, self.size = 0, size
+        self.mesh = jax.make_mesh((size,), ("ranks",), (jax.sharding.AxisType.Auto,))
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        return [*values]
+
+    def shared(self, values: Any, *dims: str) -> Any:
+        return super().shared(np.concatenate([values] * self.size) if dims else values, *dims)
+
+
 def make_step(entry: str, task: Task, ranks: Ranks) -> tuple[Way, Callable[[], Params]]:
     """Return a function that makes one step, and one that returns the parameters."""
     import jax
@@ -163,7 +180,7 @@ def make_step(entry: str, task: Task, ranks: Ranks) -> tuple[Way, Callable[[], P
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
         found: Params = jax.grad(loss)(params)
-        return jax.lax.pmean(found, "ranks") if entry == DISTRIBUTED else found
+        return jax.lax.pmean(found, "ranks") if isinstance(ranks, DistributedRanks) else found
 
     def update(params: Params, state: Any, found: Params) -> tuple[Params, Any]:
         updates, state = optimizer.update(found, state, params)
@@ -216,6 +233,11 @@ def rank_main(args: argparse.Namespace) -> None:
     ranks: Ranks = HVDLITE_RANKS
     if entry == DISTRIBUTED:
         ranks = DistributedRanks(args.rank_file, size)
+    elif entry == VIRTUAL:
+        if launched_rank():
+            return
+        os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={size}"
+        ranks = VirtualRanks(size)
     else:
         import hvdlite.jax as hvd
 
@@ -271,7 +293,7 @@ def main() -> None:
         rank_main(args)
         return
     records, left_out = run_jobs(__file__, args, sys.argv[1:])
-    print_training(records, args.entries, FLOOR, DISTRIBUTED, *OURS)
+    print_training(records, args.entries, FLOOR, DISTRIBUTED, *OURS, VIRTUAL)
     finish(args.json, records, left_out)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import hvdlite.jax as hvd
 from hvdlite.jax.native.executions import Registered
+from hvdlite.tools.timeline_reader import read_events
 from tests.jax.cases import RANKS, Case, Outcomes, same, values
 
 ROWS, STEPS = 8, 4
@@ -191,6 +192,27 @@ def traced(rank: int) -> Any:
         ]
 
 
+def recorded(rank: int, path: Path) -> Any:
+    """Three steps of which there is a timeline, and progress."""
+    optimizer = hvd.DistributedOptimizer(SGD())
+    params, state = PARAMS, optimizer.init(PARAMS)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        return optimizer.update(jax.grad(loss)(params, INPUTS, TARGETS), state, params)[1]
+
+    hvd.barrier()
+    hvd.start_timeline(str(path))
+    for number in range(3):
+        state = jax.block_until_ready(step(params, state))
+        hvd.progress(3, number + 1)
+    metrics = hvd.metrics()
+    hvd.stop_timeline()
+    events = [] if rank else read_events(str(path))
+    reduced = sum(each["args"]["bytes"] for each in events if "names" in each.get("args", ()))
+    return metrics["progress_steps"], metrics["progress_total_steps"], reduced
+
+
 def sliced(rank: int) -> Any:
     batch = jnp.arange(6.0).reshape(6, 1)
     return hvd.data.slice_batch({"x": batch})["x"]
@@ -243,6 +265,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "in passes": passes,
         "unsent": lambda rank: unsent_comes_back(folder / "unsent"),
         "traced": traced,
+        "recorded": lambda rank: recorded(rank, folder / "timeline.json"),
         "sliced": sliced,
         "set": on_a_process_set,
         "adasum": adasum,
@@ -298,6 +321,12 @@ def test_steps_are_traced(outcomes: Outcomes) -> None:
     nbytes = sum(each.nbytes for each in jax.tree_util.tree_leaves(PARAMS))
     for found in values(outcomes, "traced"):
         assert [(int(size), bool(within)) for size, within in found] == [(nbytes, True)] * 3
+
+
+def test_steps_are_in_the_timeline_and_progress_in_the_metrics(outcomes: Outcomes) -> None:
+    nbytes = sum(each.nbytes for each in jax.tree_util.tree_leaves(PARAMS))
+    found = [tuple(map(int, each)) for each in values(outcomes, "recorded")]
+    assert found == [(3, 3, 3 * nbytes), *[(3, 3, 0)] * (RANKS - 1)]
 
 
 def test_a_batch_is_cut(outcomes: Outcomes) -> None:
