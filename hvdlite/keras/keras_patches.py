@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial, wraps
 from inspect import signature
+from threading import Lock
 from typing import Any
 from weakref import ref
 
@@ -30,6 +31,7 @@ from hvdlite.keras.subclass import Distributed, exchange_of, lasting_only
 
 _MADE_FOR = "_hvdlite_exchange"  # The exchange that the training step of a model was made with.
 ON_SERVERS = "_hvdlite_on_servers"  # An attribute of optimizers whose steps are made by servers.
+_WARNS = Lock()
 Method = Callable[..., Any]
 
 
@@ -183,10 +185,15 @@ def _is_stale(model: Any, exchange: Exchange) -> bool:
     return made_by_keras and vars(model).get(_MADE_FOR) is not exchange
 
 
-@cache
 def _warn_once() -> None:
+    with _WARNS:  # Models may be trained in several threads, and a cache alone lets both warn.
+        _warn_of_xla()
+
+
+@cache
+def _warn_of_xla() -> None:
     warnings.warn(
         "XLA cannot compile a training step that reduces gradients over ranks: the model is "
         "compiled without it, as with jit_compile=False",
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -326,7 +326,9 @@ def test_steps_are_traced(outcomes: Outcomes) -> None:
 def test_steps_are_in_the_timeline_and_progress_in_the_metrics(outcomes: Outcomes) -> None:
     nbytes = sum(each.nbytes for each in jax.tree_util.tree_leaves(PARAMS))
     found = [tuple(map(int, each)) for each in values(outcomes, "recorded")]
-    assert found == [(3, 3, 3 * nbytes), *[(3, 3, 0)] * (RANKS - 1)]
+    assert [each[:2] for each in found] == [(3, 3)] * RANKS
+    # The first step may be on its way already when the timeline begins.
+    assert found[0][2] in (2 * nbytes, 3 * nbytes) and found[1][2] == found[2][2] == 0
 
 
 def test_a_batch_is_cut(outcomes: Outcomes) -> None:

@@ -495,7 +495,7 @@ def test_before_init() -> None:
 def test_xla_is_left_out_and_said_once() -> None:
     from hvdlite.keras import keras_patches as interventions
 
-    interventions._warn_once.cache_clear()
+    interventions._warn_of_xla.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         weights = fit_together(2, wrapped(sgd), jit_compile=True)
