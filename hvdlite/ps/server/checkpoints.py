@@ -191,7 +191,9 @@ class ServerCheckpoints:
     def _apply(self, body: Body) -> dict[str, Any] | None:
         if any(self._is_sent(each.name) for each in self._was_read):
             return None
+        clocks = {name: clock for name, clock, *_ in body["tables"]}
         for each in self._was_read:
+            self._server.tables[each.name].clocks.go_back(body["worker"], clocks[each.name])
             self._server.replace(each.name, each.values, each.state)
         self._was_read = []
         return {}

@@ -85,6 +85,18 @@ class Clocks:
         """Let the others go on without a worker. What it has pushed counts."""
         self.finished.pop(worker, None)
 
+    def go_back(self, worker: int, clock: int) -> None:
+        """Forget the steps that a worker which has come again makes again, from values it loads.
+
+        Servers that had the last push of the process before would not take that step again.
+        """
+        if self.finished.get(worker, clock) > clock:
+            self.finished[worker] = clock
+            for step in [each for each in self.present if each >= clock]:
+                self.present[step].discard(worker)
+                if not self.present[step]:
+                    del self.present[step]
+
     def push(self, worker: int, clock: int) -> bool:
         """Take note of the push of step `clock`; return False for one that was here before.
 

@@ -130,7 +130,7 @@ class _Phases:
     def load(self) -> dict[str, int]:
         """Read the tables, and let all servers have them; return the steps before their steps."""
         answers = self.run("read", tables=self._tables, servers=self._servers)
-        self.run("apply")
+        self.run("apply", tables=self._tables, worker=self._worker.number)
         steps: Mapping[str, int] = answers[0]["steps"]
         return {name: steps[name] - clock for name, clock in self._clocks.items()}
 
