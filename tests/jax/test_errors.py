@@ -269,6 +269,16 @@ def test_what_a_program_that_failed_has_started_is_forgotten(outcomes: Outcomes)
     assert values(outcomes, "open") == [0] * RANKS
 
 
+def run_script(folder: Path, script: str, *, ranks: int) -> subprocess.CompletedProcess[str]:
+    """Return what a job of hvdlite-run has said and come to."""
+    (folder / "script.py").write_text(script)
+    words = ["-m", "hvdlite.launcher", "-np", str(ranks), sys.executable, "script.py"]
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True,
+        timeout=HANG_SECONDS, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+
+
 SCRIPT = """
 import jax, jax.numpy as jnp, hvdlite.jax as hvd
 hvd.init()
@@ -281,12 +291,7 @@ step(jnp.ones(3)).block_until_ready()
 
 
 def test_a_rank_that_fails_ends_the_programs_of_others(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdlite.launcher", "-np", "2", sys.executable, "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    done = run_script(tmp_path, SCRIPT, ranks=2)
     assert done.returncode == 1
     assert "rank 1 failed: KeyError: 'my own mistake'" in done.stderr
     assert "rank 1 has ended by KeyError" in done.stderr, "said where rank 0 waited"
@@ -310,12 +315,7 @@ for number in range(3):
 
 def test_a_rank_with_fewer_collectives_is_named_on_all_ranks(tmp_path: Path) -> None:
     """While it waits in its next program, and when it has ended."""
-    (tmp_path / "script.py").write_text(FEWER)
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdlite.launcher", "-np", "3", sys.executable, "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    done = run_script(tmp_path, FEWER, ranks=3)
     assert done.returncode == 0, done.stderr
     said = dict(re.findall(r"(\d\.\d) (.*)", done.stdout))
     for place in ("0.0", "1.1", "2.0"):

@@ -146,25 +146,30 @@ class Scheduler:
             change = self._change = None  # What a server had taken may be lost with it.
         if change is not None and now >= self._change_ends and not change.is_ready():
             return self._pause_change(change, now)
-        if change is None:
-            if obstacle:
-                self._warn_of(obstacle)
-            else:
-                self._obstacle, self._change_ends = "", now + self._change_seconds
-                number = self._next_number()
-                self._change = Change(
-                    number, rebalance(layout, wanted), layout, self.registry.modes(), self._roll()
-                )
-                self._take_number(number)
+        if change is None and obstacle:
+            self._warn_of(obstacle)
+        elif change is None:
+            self._begin_change(now)
         elif change.look(self.membership.workers()):
-            before = self.registry.layout, self.registry.version
-            self.registry.change_to(change.layout)
-            self._keep()
-            if self._is_unkept:  # It counts only when a scheduler that comes again knows of it.
-                self.registry.layout, self.registry.version = before
-                return
-            self.membership.servers_in_use = change.layout.num_servers
-            self._change, self._change_seconds = None, CHANGE_SECONDS
+            self._end_change(change)
+
+    def _begin_change(self, now: float) -> None:
+        self._obstacle, self._change_ends = "", now + self._change_seconds
+        number, layout = self._next_number(), self.registry.layout
+        following = rebalance(layout, self._wanted)
+        self._change = Change(number, following, layout, self.registry.modes(), self._roll())
+        self._take_number(number)
+
+    def _end_change(self, change: Change) -> None:
+        """Let the next layout count, if that can be written down."""
+        before = self.registry.layout, self.registry.version
+        self.registry.change_to(change.layout)
+        self._keep()
+        if self._is_unkept:  # It counts only when a scheduler that comes again knows of it.
+            self.registry.layout, self.registry.version = before
+            return
+        self.membership.servers_in_use = change.layout.num_servers
+        self._change, self._change_seconds = None, CHANGE_SECONDS
 
     def _pause_change(self, change: Change, now: float) -> None:
         """Give a change up that takes too long, and let all go on before it is tried again.
