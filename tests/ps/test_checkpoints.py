@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -361,23 +361,37 @@ PEERS = (b"0", b"1")
 
 def test_turns_are_given_one_after_another() -> None:
     turns, save = CheckpointOrder(), {"what": SAVE}
-    first = turns.ask(b"0", 7, save, PEERS, 100)
-    assert first is not None and first["turn"] == 100
-    assert turns.ask(b"0", 7, save, PEERS, 101) == first  # It was sent again.
-    assert turns.ask(b"1", 3, save, PEERS, 102) is None
+
+    def turn_of(peer: bytes, request: int, now: int, peers: Sequence[bytes] = PEERS) -> int:
+        assert turns.ask(peer, request, save, peers, now) is None
+        ((to, answer),) = turns.begin([0, 1])
+        return int(answer.body["turn"]) if (to, answer.request) == (peer, request) else 0
+
+    assert turn_of(b"0", 7, 100) == 100
+    assert turn_of(b"0", 7, 101) == 100  # It was sent again.
+    assert turn_of(b"1", 3, 102) == 0
     turns.end(99, None)  # One of before.
-    assert turns.ask(b"1", 3, save, PEERS, 103) is None
+    assert turn_of(b"1", 3, 103) == 0
     turns.end(100, None)
-    second = turns.ask(b"1", 3, save, PEERS, 90)
-    assert second is not None and second["turn"] == 101  # It rises, whatever the clock does.
-    lost = turns.ask(b"0", 8, save, [b"0", b"1 that has come again"], 200)
-    assert lost is not None and lost["turn"] == 200
+    assert turn_of(b"1", 3, 90) == 101  # It rises, whatever the clock does.
+    assert turn_of(b"0", 8, 200, [b"0", b"1 that has come again"]) == 200
 
 
 def test_a_load_is_made_once_for_all() -> None:
     turns, load = CheckpointOrder(), {"what": LOAD, "number": 1, "late": False}
-    assert (turns.ask(b"0", 1, load, PEERS, 10) or {})["turn"] == 10
+    assert turns.ask(b"0", 1, load, PEERS, 10) is None
+    assert turns.load == 10 and not turns.begin([0, 1])
+    for worker in (0, 1):
+        assert not turns.report(9, worker, {"t": 3})  # Of another one.
+        assert turns.report(10, worker, {"t": worker})
+    assert not turns.begin([0, 1, 2])
+    ((_, answer),) = turns.begin([0, 1])
+    assert answer.body["clocks"] == [(0, {"t": 0}), (1, {"t": 1})]
+    kept = CheckpointOrder.again(*turns.state())
+    assert kept.load == 10 and not kept.begin([0, 1])  # It is under way.
+    assert kept.ask(b"0", 1, load, [b""], 20) is None and kept.load == 20  # It did not hear it.
     turns.end(10, {"t": 5})
+    assert not turns.load
     wanted = {"turn": 0, "loads": 1, "steps": {"t": 5}}
     assert turns.ask(b"1", 1, load, PEERS, 11) == wanted
     assert turns.ask(b"2", 1, {**load, "number": 9, "late": True}, PEERS, 12) == wanted

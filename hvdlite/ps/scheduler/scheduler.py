@@ -74,7 +74,7 @@ class Scheduler:
             self.registry.load(state["registry"])
             self._wanted, self._job = state["wanted"], state["job"]
             self.barrier.load(state["met"])
-            self._turns = CheckpointOrder(*state["loads"])
+            self._turns = CheckpointOrder.again(*state["loads"])
             self._number = state.get("number", 0)
             self.membership.servers_in_use = self.registry.layout.num_servers
 
@@ -125,6 +125,7 @@ class Scheduler:
             "job": self._job, "layout": self.registry.version,
             "layout_servers": self.registry.layout.num_servers,
             "change": None if self._change is None else self._change.describe(),
+            "load": self._turns.load,
         }  # fmt: skip
 
     # -- servers that come and go
@@ -137,6 +138,8 @@ class Scheduler:
             self._change, self._wanted = None, self.registry.layout.num_servers
         layout, wanted, now = self.registry.layout, self._wanted, outside.now()
         change = self._change
+        if self._turns.load:
+            return self._turns.look([peer for peer, _ in self._roll().values()])
         if change is None and (self.registry.immovable() or wanted == layout.num_servers):
             return
         if now < self._change_begins:
@@ -242,11 +245,13 @@ class Scheduler:
 
     def _report(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self._member(peer), self._changing(message)
-        if change is not None:
-            clocks = message.body["clocks"]
-            if clocks.keys() >= self.registry.tables_of(member.number):
-                change.report(member.number, clocks)
-        return [_answer(peer, message, "done")]
+        clocks = message.body["clocks"]
+        if change is not None and clocks.keys() >= self.registry.tables_of(member.number):
+            change.report(member.number, clocks)
+        answers = [_answer(peer, message, "done")]
+        if self._turns.report(message.body["change"], member.number, clocks):
+            answers += self._begin_turn()
+        return answers
 
     def _stand(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self._member(peer), self._changing(message)
@@ -290,11 +295,18 @@ class Scheduler:
     def _turn(self, peer: bytes, message: Message) -> list[Answer]:
         peers, number = {each for each, _ in self._roll().values()}, self._next_number()
         body = self._turns.ask(peer, message.request, message.body, peers, number)
-        if body is None:
-            return []
-        if body["turn"] > self._number:
-            self._take_number(body["turn"])
-        return [_answer(peer, message, "turn", **body)]
+        if body is not None:
+            return [_answer(peer, message, "turn", **body)]
+        if self._turns.load:
+            self._change = None  # It is made after the load.
+        return self._begin_turn()
+
+    def _begin_turn(self) -> list[Answer]:
+        """Let a worker save or load, as soon as nobody pushes meanwhile."""
+        answers = self._turns.begin(self.membership.workers())
+        if self._turns.turn > self._number or answers:
+            self._take_number(self._turns.turn)
+        return answers
 
     def _next_number(self) -> int:
         """Return a number for a turn or a change, higher than those of all that came before it.
@@ -397,7 +409,7 @@ class Scheduler:
             "membership": self.membership.state(), "registry": self.registry.state(),
             "wanted": self._wanted, "job": self._job,
             "met": self.barrier.state(),
-            "loads": [self._turns.loads, dict(self._turns.steps)], "number": self._number,
+            "loads": self._turns.state(), "number": self._number,
         }  # fmt: skip
         try:
             outside.write_whole(self._state_file, [json.dumps(state).encode()])

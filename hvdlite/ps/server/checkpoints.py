@@ -44,14 +44,10 @@ class _Read(NamedTuple):
 
 
 class ServerCheckpoints:
-    """Answers `save` and `load` in the thread of a server, which answers nothing else meanwhile.
+    """Answers `save` and `load` in the thread of a server, which answers nothing else meanwhile."""
 
-    `is_sent` says whether a table was sent to the servers of the next layout already: what is read
-    then would be lost.
-    """
-
-    def __init__(self, server: Server, number: int, is_sent: Callable[[str], bool]) -> None:
-        self._server, self._number, self._is_sent = server, number, is_sent
+    def __init__(self, server: Server, number: int) -> None:
+        self._server, self._number = server, number
         self._attempt: tuple[int, ...] = ()
         self._done: dict[str, dict[str, Any]] = {}  # The phases of the attempt.
         self._to_write: list[SavedTable] = []
@@ -149,7 +145,7 @@ class ServerCheckpoints:
 
     def _read(self, body: Body) -> dict[str, Any] | None:
         """Read the tables, and change none yet: a server that cannot must not leave others new."""
-        if any(self._is_behind(*words) or self._is_sent(words[0]) for words in body["tables"]):
+        if any(self._is_behind(*words) for words in body["tables"]):
             return None
         path = Folder(body["directory"]).existing()
         about = manifest.read(path / MANIFEST).values.get(VALUE)
@@ -164,8 +160,11 @@ class ServerCheckpoints:
             self._read_table(path, about, self._server.tables[name].described, body["servers"])
             for name, *_ in body["tables"]
         ]
+        names = [each.name for each in self._was_read]
+        clocks = {name: self._server.tables[name].clocks.finished for name in names}
         return {
-            "steps": {each.name: about["tables"][each.name]["steps"] for each in self._was_read}
+            "steps": {name: about["tables"][name]["steps"] for name in names},
+            "clocks": {name: sorted(finished.items()) for name, finished in clocks.items()},
         }
 
     def _read_table(
@@ -188,12 +187,9 @@ class ServerCheckpoints:
             _check(sources[-1].described, described)
         return _Read(name, *join(described, sources, is_whole=saved[name]["whole"]))
 
-    def _apply(self, body: Body) -> dict[str, Any] | None:
-        if any(self._is_sent(each.name) for each in self._was_read):
-            return None
-        clocks = {name: clock for name, clock, *_ in body["tables"]}
+    def _apply(self, body: Body) -> dict[str, Any]:
         for each in self._was_read:
-            self._server.tables[each.name].clocks.go_back(body["worker"], clocks[each.name])
+            self._server.tables[each.name].clocks.stand(dict(body["clocks"].get(each.name, ())))
             self._server.replace(each.name, each.values, each.state)
         self._was_read = []
         return {}

@@ -103,10 +103,6 @@ class Migration:
         self._server.switch(layout, self._staged or ())
         self._begin(0)
 
-    def is_sent(self, name: str) -> bool:
-        """Whether the present change has copied a table, so that this server must not change it."""
-        return (name, self._number) in self._takes.get(self._identity, {})
-
     # -- parts
 
     def _begin(self, identity: int) -> None:

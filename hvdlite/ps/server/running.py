@@ -71,7 +71,7 @@ def run_server(
             reached=welcome["reached"],
         )  # fmt: skip
         migration = Migration(server, welcome["number"], client, enrolment)
-        ServerCheckpoints(server, welcome["number"], migration.is_sent)
+        ServerCheckpoints(server, welcome["number"])
         end = _End(server, migration, welcome["number"], news)
         server.serve(lambda: killed() or end())
         if not killed():

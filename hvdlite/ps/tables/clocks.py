@@ -17,6 +17,7 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
@@ -85,17 +86,24 @@ class Clocks:
         """Let the others go on without a worker. What it has pushed counts."""
         self.finished.pop(worker, None)
 
-    def go_back(self, worker: int, clock: int) -> None:
-        """Forget the steps that a worker which has come again makes again, from values it loads.
+    def go_back(self, worker: int, clock: int) -> int:
+        """Forget the steps of sync that a worker makes again, and that are no part of an update.
 
-        Servers that had the last push of the process before would not take that step again.
+        The weights with which it made them may be others than those that it has now. Return its
+        clock.
         """
-        if self.finished.get(worker, clock) > clock:
+        clock = max(clock, self.version)
+        if self.mode.name == SYNC and self.finished[worker] > clock:
             self.finished[worker] = clock
             for step in [each for each in self.present if each >= clock]:
                 self.present[step].discard(worker)
                 if not self.present[step]:
                     del self.present[step]
+        return self.finished[worker]
+
+    def stand(self, clocks: Mapping[int, int]) -> None:
+        """Have workers at these steps: the values that were loaded have no push of them."""
+        self.finished.update({w: clock for w, clock in clocks.items() if w in self.finished})
 
     def push(self, worker: int, clock: int) -> bool:
         """Take note of the push of step `clock`; return False for one that was here before.

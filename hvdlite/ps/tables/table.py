@@ -139,7 +139,7 @@ class Table:
         body = message.body
         start = Start(
             peer, message.request, body.get("clock"), body.get("version", -1),
-            body.get("enters", 0), body.get("first"),
+            body.get("enters"), body.get("first"),
         )  # fmt: skip
         self._starts.add(worker, start)
         if not self._numbers and body.get("numbers"):
@@ -244,7 +244,9 @@ class Table:
             body: dict[str, Any] = {
                 "clock": self.clocks.enter(worker), "is_known": is_known, "of": self._of
             }  # fmt: skip
-            if start.enters > body["clock"]:
+            if start.enters is not None and start.enters < body["clock"]:
+                body["clock"] = self.clocks.go_back(worker, start.enters)
+            elif start.enters is not None:
                 body["clock"] = self.clocks.finished[worker] = start.enters
             answers.append(self._answer(start.peer, start.request, kind, body))
         self._starts.waiting.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -67,7 +67,7 @@ def _in_turn(
         if loads:
             worker.loads = answer["loads"]
         try:
-            steps = _make(worker, tables, body["what"], turn, directory)
+            steps = _make(worker, tables, body["what"], answer, directory)
             return answer, steps
         except _OvertakenError:
             continue
@@ -84,15 +84,16 @@ def _tables_of(worker: Worker, done: str) -> dict[str, TableShards]:
 
 
 def _make(
-    worker: Worker, tables: Mapping[str, TableShards], what: str, turn: int,
+    worker: Worker, tables: Mapping[str, TableShards], what: str, answer: Mapping[str, Any],
     directory: str | os.PathLike[str],
 ) -> dict[str, int]:  # fmt: skip
     """Make all phases, and again from the first one where servers change in between."""
     repeat = 0
     while True:
-        phases = _Phases(worker, tables, what, [turn, repeat], os.path.abspath(directory))
+        attempt = [answer["turn"], repeat]
+        phases = _Phases(worker, tables, what, attempt, os.path.abspath(directory))
         try:
-            return phases.save() if what == SAVE else phases.load()
+            return phases.save() if what == SAVE else phases.load(answer["clocks"])
         except (_AgainError, MovedError):
             repeat += 1
             outside.sleep(LOOK_SECONDS)
@@ -120,6 +121,7 @@ class _Phases:
             for name, table in tables.items()
         ]
         self._clocks = {name: table.clock for name, table in tables.items()}
+        self._is_sync = {name: table.is_sync for name, table in tables.items()}
 
     def save(self) -> dict[str, int]:
         self.run("begin", tables=self._tables)
@@ -127,12 +129,33 @@ class _Phases:
         self.run("commit", only_first=True, tables=self._tables, written=written)
         return {}
 
-    def load(self) -> dict[str, int]:
-        """Read the tables, and let all servers have them; return the steps before their steps."""
+    def load(self, said: Iterable[tuple[int, Mapping[str, int]]]) -> dict[str, int]:
+        """Read the tables, and let all servers have them; return the steps before their steps.
+
+        `said` has the steps at which the workers stand.
+        """
         answers = self.run("read", tables=self._tables, servers=self._servers)
-        self.run("apply", tables=self._tables, worker=self._worker.number)
+        self.run("apply", clocks=self._clocks_of_all(said, answers))
         steps: Mapping[str, int] = answers[0]["steps"]
         return {name: steps[name] - clock for name, clock in self._clocks.items()}
+
+    def _clocks_of_all(
+        self, said: Iterable[tuple[int, Mapping[str, int]]], answers: Answers
+    ) -> dict[str, list[tuple[int, int]]]:
+        """Return where all servers are to have the workers, which hold their pushes back.
+
+        A worker that has come again makes the steps again that some servers have. It may not have
+        said so yet: it begins at the lowest step that servers know of it. In sync these are no part
+        of an update; see `Clocks.go_back`.
+        """
+        found = {}
+        for name in [name for name, is_sync in self._is_sync.items() if not is_sync]:
+            clocks: dict[int, int] = {}
+            for worker, clock in [each for answer in answers for each in answer["clocks"][name]]:
+                clocks[worker] = min(clock, clocks.get(worker, clock))
+            clocks |= {worker: clocks_of[name] for worker, clocks_of in said if name in clocks_of}
+            found[name] = sorted(clocks.items())
+        return found
 
     def run(self, phase: str, *, only_first: bool = False, **body: Any) -> Answers:
         """Let all servers, or server 0 alone, make a phase; return what they say."""

@@ -1,5 +1,8 @@
 """A worker follows the layout: it holds back at borders, and goes to the servers of the next one.
 
+It holds back, too, while a worker loads; but in sync, where servers keep pushes until a step is
+complete: whoever loads may wait for those of others.
+
 Its methods are called in the client's thread.
 """
 
@@ -25,7 +28,8 @@ class LayoutFollower:
         self._tell = tell  # Lets the scheduler hear of `standing`.
         self._tables: dict[str, TableShards] = {}
         self._version = 0  # Of the layout in which the tables are.
-        self._change = 0  # The identity of the change that is under way.
+        self._change = 0  # The identity of the change, or the turn of a load, that is under way.
+        self._is_load = False
         self._clocks: dict[str, int] = {}  # Of tables that are quiet.
         self._moving: set[str] | None = None  # Tables that are not in the next layout yet.
 
@@ -35,7 +39,7 @@ class LayoutFollower:
             return False
         self._tables[table.name] = table
         if self._change:
-            table.gate.close(partial(self._note, self._change, table.name))
+            self._close(table)
         self._tell()
         return True
 
@@ -51,23 +55,30 @@ class LayoutFollower:
                 self._move(body["layout"])
             return
         change = body["change"]
-        if change is None:
-            if self._change:  # It was given up.
+        identity = body["load"] if change is None else change["identity"]
+        if not identity:
+            if self._change:  # It was given up, or is done.
                 self._change = 0
                 for table in self._tables.values():
                     table.gate.open()
-        elif change["identity"] != self._change:
-            self._hold_back(change["identity"])
-        elif change["borders"] is not None:
+        elif identity != self._change:
+            self._hold_back(identity, is_load=change is None)
+        elif change is not None and change["borders"] is not None:
             self._set_borders(change["borders"])
 
     # -- before the border
 
-    def _hold_back(self, change: int) -> None:
-        self._change, self._clocks = change, {}
-        for name, table in self._tables.items():
-            table.gate.close(partial(self._note, change, name))
+    def _hold_back(self, change: int, *, is_load: bool) -> None:
+        self._change, self._clocks, self._is_load = change, {}, is_load
+        for table in self._tables.values():
+            self._close(table)
         self._report_if_quiet()
+
+    def _close(self, table: TableShards) -> None:
+        if self._is_load and table.is_sync:
+            table.gate.open()
+        else:
+            table.gate.close(partial(self._note, self._change, table.name))
 
     def _note(self, change: int, name: str, clock: int) -> None:
         if change == self._change:
@@ -75,7 +86,9 @@ class LayoutFollower:
             self._report_if_quiet()
 
     def _report_if_quiet(self) -> None:
-        if self._clocks.keys() >= self._tables.keys():
+        tables = self._tables.items()
+        held = {name for name, table in tables if not (self._is_load and table.is_sync)}
+        if self._clocks.keys() >= held:
             body = {"change": self._change, "clocks": dict(self._clocks)}
             self._request(Message("clocks", body=body), lambda _answer: None)
 

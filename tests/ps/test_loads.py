@@ -1,0 +1,159 @@
+"""Tables are loaded while others train: a push counts on all servers, or on none of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.worker import checkpoints
+from hvdlite.ps.worker.worker import Worker
+from tests.ps.cluster import (
+    LIMIT_SECONDS,
+    SIZES,
+    Cluster,
+    Trainer,
+    in_threads,
+    trainers,
+    wait_until,
+)
+from tests.ps.test_layout_changes import add_ones, added_up
+from tests.ps.test_scaling import Added
+
+NewCluster = Callable[..., Cluster]
+MODES = pytest.mark.parametrize(
+    ("mode", "staleness"), [(SYNC, None), (ASYNC, None), (SSP, 1)], ids=["sync", "async", "ssp"]
+)
+
+
+def push_sevens_to_server_0(trainer: Trainer) -> None:
+    shard, ended = trainer.table._shards[0], threading.Event()
+    payloads = trainer.table._cut([np.full(size, 7.0) for size in SIZES], 0)
+    trainer.worker._client.call(lambda: shard.push({}, payloads, lambda _: ended.set()))
+    assert ended.wait(LIMIT_SECONDS)
+
+
+@MODES
+@pytest.mark.parametrize("comes", ["before the load", "after the load"])
+def test_a_worker_makes_a_step_again_that_one_server_had_before_a_load(
+    new_cluster: NewCluster, mode: str, staleness: int | None, comes: str
+) -> None:
+    """Another worker leads the load; the push of the process before counts nowhere any more."""
+    cluster = new_cluster(2, 2, updater=Added)
+    first, second = trainers(cluster, 2, mode, staleness)
+    checkpoints.save(first.worker, cluster.folder / "saved")
+    push_sevens_to_server_0(second)
+    second.worker.close()
+
+    def come_again() -> Trainer:
+        return Trainer(cluster.worker("worker 1", 1), mode, staleness)
+
+    if comes == "before the load":
+        again = come_again()
+        checkpoints.load(first.worker, cluster.folder / "saved")
+    else:  # Its process is there, and has no table yet.
+        worker = cluster.worker("worker 1", 1)
+        checkpoints.load(first.worker, cluster.folder / "saved")
+        again = Trainer(worker, mode, staleness)
+    assert again.table.clock == 0
+    in_threads(*[lambda t=each: add_ones(t, lambda: t.table.clock == 3) for each in (first, again)])
+    first.table.pull(first.values)
+    assert added_up(first) == {3.0 if mode == SYNC else 6.0}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 1)])
+def test_a_push_amid_a_load_counts_on_all_servers(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, mode: str, staleness: int | None,
+    restarts: bool,
+) -> None:  # fmt: skip
+    """One server has loaded, and the other one not yet; the scheduler may come again meanwhile."""
+    cluster = new_cluster(2, 2, updater=Added)
+    first, second = trainers(cluster, 2, mode, staleness)
+    checkpoints.save(first.worker, cluster.folder / "saved")
+    ones = [np.ones(size) for size in SIZES]
+    pushed = threading.Thread(target=lambda: second.table.push(ones, {}).wait())
+    ask, gate = Worker.ask_servers, second.table.gate
+
+    def ask_in_turn(worker: Worker, servers: int, message: Message) -> list[Message]:
+        if message.body.get("phase") != "apply":
+            return ask(worker, servers, message)
+        answers = ask(worker, 1, message)
+        if restarts:
+            cluster.scheduler.end()
+            cluster.start_scheduler()
+            second.worker.ask(Message("declare", 0, "t"))  # It has heard of the new one.
+        pushed.start()
+        # It waits for the end of the load, or is made on both servers.
+        wait_until(lambda: gate._border is not None or not pushed.is_alive())
+        return [*answers, *ask(worker, servers, message)[1:]]
+
+    monkeypatch.setattr(Worker, "ask_servers", ask_in_turn)
+    checkpoints.load(first.worker, cluster.folder / "saved")
+    pushed.join(LIMIT_SECONDS)
+    assert not pushed.is_alive()
+    first.table.pull(first.values)
+    assert added_up(first) == {1.0}
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 3)])
+def test_a_push_that_is_sent_again_does_not_come_after_the_load(
+    new_cluster: NewCluster, mode: str, staleness: int | None
+) -> None:
+    """One server has it, and to the other one it is on its way: the load undoes it on both."""
+    cluster = new_cluster(2, 2, updater=Added)
+    first, second = trainers(cluster, 2, mode, staleness)
+    checkpoints.save(first.worker, cluster.folder / "saved")
+    connection = second.worker._servers[1]._connection
+    assert connection is not None
+    caller, gate, loaded = connection.caller, second.table.gate, threading.Event()
+    send = caller.send
+
+    def send_late(message: Message) -> None:
+        if message.kind != "push" or gate._border is not None or loaded.is_set():
+            send(message)
+
+    caller.send = send_late  # type: ignore[method-assign]
+    pushed = second.table.push([np.ones(size) for size in SIZES], {})
+    checkpoints.load(first.worker, cluster.folder / "saved")
+    loaded.set()  # From now on the push may come.
+    pushed.wait()
+    first.table.pull(first.values)
+    assert added_up(first) == {0.0}
+    add_ones(second, lambda: second.table.clock == 3)
+    assert added_up(second) == {2.0}
+
+
+def test_others_go_on_where_the_worker_that_loads_is_lost(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster(1, 2, updater=Added, worker_seconds=1.0)
+    first, second = trainers(cluster, 2, ASYNC)
+    checkpoints.save(first.worker, cluster.folder / "saved")
+    begun, ended = threading.Event(), threading.Event()
+
+    def stand_still(*_: Any) -> Any:
+        begun.set()
+        ended.wait(LIMIT_SECONDS)
+        raise RuntimeError("it was killed")
+
+    monkeypatch.setattr(checkpoints._Phases, "load", stand_still)
+
+    def load_in_vain() -> None:
+        with suppress(Exception):
+            checkpoints.load(first.worker, cluster.folder / "saved")
+
+    load = threading.Thread(target=load_in_vain)
+    load.start()
+    assert begun.wait(LIMIT_SECONDS)
+    first.worker.close()
+    add_ones(second, lambda: second.table.clock == 3)
+    assert added_up(second) == {3.0}
+    ended.set()
+    load.join(LIMIT_SECONDS)
