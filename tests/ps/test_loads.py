@@ -67,6 +67,33 @@ def test_a_worker_makes_a_step_again_that_one_server_had_before_a_load(
     assert added_up(first) == {3.0 if mode == SYNC else 6.0}
 
 
+@pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 9)])
+def test_each_worker_counts_on_from_the_step_that_was_saved(
+    new_cluster: NewCluster, mode: str, staleness: int | None
+) -> None:
+    """They have made other numbers of steps, of which schedules must not see any."""
+    cluster = new_cluster(2, 3, updater=Added)
+    folder = cluster.folder / "saved"
+    group = trainers(cluster, 3, mode, staleness)
+    first, second, third = group
+
+    def counts() -> list[int]:
+        return [each.table.clock + each.table.steps_before for each in group]
+
+    add_ones(first, lambda: first.table.clock == 2)
+    checkpoints.save(first.worker, folder)
+    add_ones(second, lambda: second.table.clock == 6)
+    add_ones(third, lambda: third.table.clock == 1)
+    assert checkpoints.load(third.worker, folder) == 1
+    add_ones(second, lambda: second.table.clock == 7)
+    assert [checkpoints.load(each.worker, folder) for each in (first, second)] == [0, -4]
+    assert counts() == [2, 3, 2]
+    second.worker.close()
+    group[1] = Trainer(cluster.worker("worker 1", 1), mode, staleness)
+    checkpoints.load(group[1].worker, folder)
+    assert counts() == [2, 3, 2]
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 1)])
 def test_a_push_amid_a_load_counts_on_all_servers(

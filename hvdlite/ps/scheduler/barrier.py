@@ -64,10 +64,13 @@ class Barrier:
 
 @dataclass
 class CheckpointOrder:
-    """The turns. `steps` are those before the steps that tables count, since the last load."""
+    """The turns. `steps` are those before the steps that tables count, since the last load.
+
+    They are what the worker that has made it says.
+    """
 
     loads: int = 0  # How many the job has made.
-    steps: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[str, Any] = field(default_factory=dict)
     turn: int = 0
     _holder: bytes | None = None  # The process that saves or loads.
     _request: int = 0  # With which it has asked.
@@ -78,7 +81,7 @@ class CheckpointOrder:
 
     @classmethod
     def again(
-        cls, loads: int, steps: Mapping[str, int], turn: int = 0, holder: str = ""
+        cls, loads: int, steps: Mapping[str, Any], turn: int = 0, holder: str = ""
     ) -> CheckpointOrder:
         """Return what `state` is of. Whoever asks again has not heard that it is its turn."""
         return cls(loads, steps, turn, bytes.fromhex(holder) or None, _loads=True, _begun=True)
@@ -141,7 +144,7 @@ class CheckpointOrder:
     def _about(self) -> dict[str, Any]:
         return {"loads": self.loads, "steps": dict(self.steps)}
 
-    def end(self, turn: int, steps: Mapping[str, int] | None) -> None:
+    def end(self, turn: int, steps: Mapping[str, Any] | None) -> None:
         """Take note that a turn is over, with these `steps` of each table where it was a load."""
         if turn < self.turn or (turn == self.turn and self._holder is None):
             return  # A turn that is not known is one of a scheduler from before this one.

@@ -18,6 +18,9 @@ from hvdlite.ps.worker.worker import Worker
 LOOK_SECONDS = 0.1  # Until servers are asked again that have moved tables, or come again.
 
 Answers = list[Mapping[str, Any]]
+# Of each table: what is to be added to the steps that a worker counts, and to those of others which
+# have made more or fewer.
+Steps = dict[str, tuple[int, Sequence[tuple[int, int]]]]
 
 
 class _AgainError(Exception):
@@ -46,7 +49,8 @@ def load(worker: Worker, directory: str | os.PathLike[str]) -> int:
     else:  # Another worker has done it for all.
         worker.loads, steps = answer["loads"] if late else number, answer["steps"]
     for name, table in tables.items():
-        table.steps_before = steps.get(name, 0)
+        before, of_workers = steps.get(name, (0, ()))
+        table.steps_before = dict(of_workers).get(worker.number, before)
         table.refresh()
     return max(table.steps_before for table in tables.values())
 
@@ -54,7 +58,7 @@ def load(worker: Worker, directory: str | os.PathLike[str]) -> int:
 def _in_turn(
     worker: Worker, tables: Mapping[str, TableShards], body: Mapping[str, Any],
     directory: str | os.PathLike[str],
-) -> tuple[Mapping[str, Any], dict[str, int] | None]:  # fmt: skip
+) -> tuple[Mapping[str, Any], Steps | None]:  # fmt: skip
     """Save or load when it is this worker's turn; return what the scheduler and servers have said.
 
     The servers say nothing where it has nothing to do.
@@ -86,7 +90,7 @@ def _tables_of(worker: Worker, done: str) -> dict[str, TableShards]:
 def _make(
     worker: Worker, tables: Mapping[str, TableShards], what: str, answer: Mapping[str, Any],
     directory: str | os.PathLike[str],
-) -> dict[str, int]:  # fmt: skip
+) -> Steps:  # fmt: skip
     """Make all phases, and again from the first one where servers change in between."""
     repeat = 0
     while True:
@@ -123,21 +127,27 @@ class _Phases:
         self._clocks = {name: table.clock for name, table in tables.items()}
         self._is_sync = {name: table.is_sync for name, table in tables.items()}
 
-    def save(self) -> dict[str, int]:
+    def save(self) -> Steps:
         self.run("begin", tables=self._tables)
         written = self.run("write", servers=self._servers)
         self.run("commit", only_first=True, tables=self._tables, written=written)
         return {}
 
-    def load(self, said: Iterable[tuple[int, Mapping[str, int]]]) -> dict[str, int]:
+    def load(self, said: Iterable[tuple[int, Mapping[str, int]]]) -> Steps:
         """Read the tables, and let all servers have them; return the steps before their steps.
 
         `said` has the steps at which the workers stand.
         """
         answers = self.run("read", tables=self._tables, servers=self._servers)
-        self.run("apply", clocks=self._clocks_of_all(said, answers))
-        steps: Mapping[str, int] = answers[0]["steps"]
-        return {name: steps[name] - clock for name, clock in self._clocks.items()}
+        clocks = self._clocks_of_all(said, answers)
+        self.run("apply", clocks=clocks)
+        return {
+            name: (
+                steps - self._clocks[name],
+                [(worker, steps - clock) for worker, clock in clocks.get(name, ())],
+            )
+            for name, steps in answers[0]["steps"].items()
+        }
 
     def _clocks_of_all(
         self, said: Iterable[tuple[int, Mapping[str, int]]], answers: Answers
