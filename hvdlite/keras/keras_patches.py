@@ -139,16 +139,17 @@ def _fitting(method: Method) -> Method:
         _meet_server_optimizer(self)  # Before `fit` builds the optimizer, which calls the servers.
         if kwargs.get("epochs") == 0 and _is_elastic(kwargs.get("callbacks")):
             kwargs |= {"epochs": 1, "initial_epoch": 1}  # None either, and Keras 2 takes it.
-        optimizer = getattr(self, "optimizer", None)
+        parts = [*parts_of(getattr(self, "optimizer", None))]
+        added: list[Any] = [part.rollback_teller() for part in parts if hasattr(part, ON_SERVERS)]
         traces: list[Following] = []
-        if any(isinstance(part, Distributed) for part in parts_of(optimizer)) and is_initialized():
+        if any(isinstance(part, Distributed) for part in parts) and is_initialized():
             traces = traces_of_loops()
-        if not traces:
+        if not traces and not added:
             return method(self, *args, **kwargs)
         from hvdlite.keras.callbacks import IterationTraceCallback
 
         call = signature(method).bind(self, *args, **kwargs)
-        added = [IterationTraceCallback(trace) for trace in traces]
+        added += [IterationTraceCallback(trace) for trace in traces]
         callbacks: Any = call.arguments.get("callbacks")
         if hasattr(callbacks, "append") and not isinstance(callbacks, list):  # A CallbackList.
             for callback in added:

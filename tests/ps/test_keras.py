@@ -160,6 +160,38 @@ def test_a_compiled_fit_is_that_of_one_process(new: New, job: Any) -> None:
     job(new, main)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_fit_raises_a_rollback_and_goes_on_from_its_step(job: Any, eager: bool) -> None:
+    """The weights are read anew, and schedules count from there."""
+    if eager and BACKEND == "jax":
+        pytest.skip("its steps are programs")
+
+    class Loser(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                table, done = self.model.optimizer._hvdlite_on_servers.table, threading.Event()
+                error = ps.PsRolledBack("server 0 goes on from step 2", 2)
+                table._client.call(lambda: (table._go_back(error), done.set()))
+                assert done.wait(20)
+
+    def main(number: int) -> None:
+        model = new_model()
+        optimizer = ps.DistributedOptimizer(SGD())
+        model.compile(optimizer=optimizer, loss=LOSS, run_eagerly=eager)
+        fit = partial(model.fit, *data(number), batch_size=8, shuffle=False, verbose=0)
+        fit()
+        with pytest.raises(ps.PsRolledBack, match="server 0 goes on from step 2") as raised:
+            fit(epochs=3, callbacks=[Loser()])
+        assert raised.value.version == optimizer.finished_steps == optimizer.iterations == 2
+        link = vars(optimizer)["_hvdlite_on_servers"]
+        for own, value in zip(model.get_weights(), link._pull(), strict=True):
+            np.testing.assert_array_equal(own, value)
+        fit()
+        assert optimizer.finished_steps == optimizer.iterations == 5
+
+    job(SGD, main, 1)
+
+
 def gradients_of(model: Any, worker: int, step: int) -> list[Any]:
     """The gradients of a batch, as a loop of its own computes them."""
     x, y = (each[8 * step : 8 * step + 8] for each in data(worker))

@@ -24,6 +24,7 @@ from hvdlite.ps.context import serve
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.worker.remote_table import RemoteTable
+from hvdlite.ps.worker.shard import PsRolledBack
 
 TABLE = "optimizer"
 
@@ -125,8 +126,12 @@ class OnServers:
                 _link_of(self).table.on_load = self._take_loaded
                 optimizer.iterations.assign(self.finished_steps)
 
+    def rollback_teller(self) -> Any:
+        """Return a callback that lets ``fit`` raise the `PsRolledBack` of a step."""
+        return _RollbackTeller(self)
+
     def _take_loaded(self) -> None:
-        """Have the weights that were loaded, and count on: schedules look at the count."""
+        """Have the weights that are on the servers, and count on: schedules look at the count."""
         optimizer: Any = self
         link = _link_of(self)
         attach_state(link.model())  # During an epoch only the step may have weights.
@@ -162,7 +167,38 @@ class OnServers:
             else keras.ops.zeros(variable.shape, variable.dtype)
             for index, variable in enumerate(link.variables)
         ]
-        link.step(optimizer._get_current_learning_rate(), gradients)
+        try:
+            link.step(optimizer._get_current_learning_rate(), gradients)
+        except PsRolledBack:
+            self._take_loaded()
+            raise
+
+
+class _RollbackTeller(keras.callbacks.Callback):
+    """Raises the `PsRolledBack` of a step out of ``fit``.
+
+    A program would make an error of its own of it, and one of JAX would lose its variables. So it
+    gets the weights to which the servers have gone back, and pushes nothing more.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        _link_of(self._optimizer).is_told = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        link = _link_of(self._optimizer)
+        if link.rolled_back is not None:
+            self._optimizer._take_loaded()
+            error, link.rolled_back, link.is_told = link.rolled_back, None, False
+            raise error
+
+    def on_train_end(self, logs: Any = None) -> None:
+        wait_for_programs()
+        self.on_train_batch_end(0)
+        _link_of(self._optimizer).is_told = False
 
 
 class _Link:
@@ -170,6 +206,8 @@ class _Link:
 
     def __init__(self, options: TableOptions) -> None:
         self._options = options
+        self.is_told = False  # A `_RollbackTeller` is at work.
+        self.rolled_back: PsRolledBack | None = None  # Of which it has not told yet.
         self.model: Callable[[], Any] = lambda: None  # The one that `fit` trains.
         self.variables: list[Any] = []
         self._arrays: list[Array] = []
@@ -193,7 +231,7 @@ class _Link:
     def step(self, learning_rate: Any, gradients: Sequence[Any]) -> None:
         """Push gradients and pull weights, at once or each time that a program runs."""
         if is_in_program():
-            self._assign(call_in_program(self._push_and_pull, learning_rate, gradients))
+            self._assign(call_in_program(self._step_of_program, learning_rate, gradients))
             return
         arrays = [np.asarray(keras.ops.convert_to_numpy(each)) for each in gradients]
         rate = np.asarray(keras.ops.convert_to_numpy(learning_rate))
@@ -202,7 +240,21 @@ class _Link:
     def _push_and_pull(self, rate: Any, *gradients: Array) -> list[Array]:
         numbers = [{LEARNING_RATE: float(rate)}]
         flat = [np.ascontiguousarray(each).reshape(-1) for each in gradients]
-        self.table.push(flat, {"numbers": numbers})
+        try:
+            self.table.push(flat, {"numbers": numbers})
+            return self._pull()
+        except PsRolledBack:
+            self.table.forget_rollback()
+            raise
+
+    def _step_of_program(self, rate: Any, *gradients: Array) -> list[Array]:
+        try:
+            if self.rolled_back is None:
+                return self._push_and_pull(rate, *gradients)
+        except PsRolledBack as error:
+            if not self.is_told:
+                raise
+            self.rolled_back = error
         return self._pull()
 
     def _pull(self) -> list[Array]:
