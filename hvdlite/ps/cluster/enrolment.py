@@ -48,7 +48,8 @@ class Enrolment:
         self.connection: Connection = client.connect(settings.scheduler, SCHEDULER, self._refuse)
         self.connection.receive = self._receive
         self.connection.news = lambda message: self._changed(message.body)
-        self._beats = False
+        self._beats = False  # A beat is under way.
+        self._beats_again = False  # There is more to say, when it is answered.
         self._done: dict[int, Callable[[Message], None]] = {}
         self._failure = ""  # Why the scheduler answers nothing any more.
 
@@ -125,12 +126,17 @@ class Enrolment:
 
     def _beat(self) -> None:
         if not self._beats:
-            self._beats = True
             self.tell()
 
     def tell(self) -> None:
-        """Let the scheduler hear at once how this member stands, in the client."""
-        self.connection.send(Message("beat", body=self.standing()))
+        """Let the scheduler hear at once how this member stands, in the client.
+
+        All that is new while it has not answered is said at once, too.
+        """
+        self._beats_again = self._beats
+        if not self._beats:
+            self._beats = True
+            self.connection.send(Message("beat", body=self.standing()))
 
     def _refuse(self, error: Exception) -> None:
         if not self._welcome.poll():
@@ -160,6 +166,8 @@ class Enrolment:
                 self._welcome.complete(message.body)
         elif message.kind == "beat":
             self._beats = False
+            if self._beats_again:
+                self.tell()
             self._changed(message.body)
         elif done is not None:
             done(message)

@@ -37,7 +37,8 @@ class Migration:
         self._deliveries: dict[str, _Delivery] = {}  # By address.
         self._staged: list[SavedTable] | None = None
         self._has_told = False  # The scheduler what this server has, for the border.
-        self._standing: object = None  # That the scheduler has been told last.
+        # What the scheduler has been told: the layout, and tables that have begun.
+        self._told_layout, self._told = 0, set[str]()
         server.set_handler("take", self._take)
         server.hear_of_layout = self.switch_early
 
@@ -67,16 +68,16 @@ class Migration:
 
     def _tell_news(self) -> None:
         """Tell the scheduler of tables that have begun, of first updates, and of the layout."""
-        if not self._server.has_news:
+        server, is_other = self._server, self._server.layout != self._told_layout
+        if not server.touched and not is_other:
             return
-        self._server.has_news = False
-        tables, fresh = self._server.tables, self._server.fresh
-        begun = {name for name in fresh if tables[name].begun}
-        updated = {name for name in begun if tables[name].version}
-        fresh -= updated
-        if updated or self._standing != (self._server.layout, begun):
-            self._standing = self._server.layout, begun - updated
+        touched, server.touched = server.touched, set()
+        begun = {name for name in touched if server.tables[name].begun}
+        updated = {name for name in begun if server.tables[name].version}
+        server.fresh -= updated
+        if is_other or updated or begun != self._told & touched:
             self._client.call(self._tell)
+        self._told_layout, self._told = server.layout, (self._told - touched) | begun
 
     def standing(self) -> dict[str, Any]:
         """Return the layout in which this server is, and the versions of tables that have begun."""

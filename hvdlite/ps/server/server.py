@@ -45,7 +45,7 @@ class Server:
         self.hear_of_layout: Callable[[int], None] = lambda _layout: None
         self.tables: dict[str, Table] = {}
         self.fresh: set[str] = set()  # Tables whose beginning or first update may be news.
-        self.has_news = True  # Something of these, or the layout, may have changed.
+        self.touched: set[str] = set()  # Of these, those of which there may be news now.
         self.workers = set(workers)  # That take part, as the scheduler says.
         self._new_updater = new_updater
         self._incarnation = incarnation
@@ -76,7 +76,7 @@ class Server:
     def _new_table(self, described: TableDescription) -> Table:
         name = described.name
         self.fresh.add(name)
-        self.has_news = True
+        self.touched.add(name)
         self.tables[name] = table = (RowTable if described.rows else Table)(
             described, self._new_updater(described), incarnation=self._incarnation
         )
@@ -130,7 +130,10 @@ class Server:
             raise
         except Exception as error:  # A message must not end the server, whatever is in it.
             return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
-        self.has_news |= message.kind in ("hello", "leave") or message.table in self.fresh
+        if message.table in self.fresh:
+            self.touched.add(message.table)
+        elif message.kind in ("hello", "leave"):
+            self.touched |= self.fresh
         if message.kind in OF_LAYOUT:
             self._save(message.table)
         else:
@@ -215,8 +218,9 @@ class Server:
                 self.listener.send(*answer)
         self.tables.clear()
         self.fresh.clear()
+        self.touched.clear()
         self._saved.clear()
-        self.layout, self.has_news = layout, True
+        self.layout = layout
         if self._snapshots is not None:
             self._snapshots.keep_only(layout)
         for each in tables:
@@ -227,7 +231,8 @@ class Server:
         """Take part with these workers from now on, as the scheduler says."""
         self._early -= set(workers)
         if self.workers != {*workers, *self._early}:
-            self.workers, self.has_news = {*workers, *self._early}, True
+            self.workers = {*workers, *self._early}
+            self.touched |= self.fresh
             answers = [each for table in self.tables.values() for each in table.look(self.workers)]
             self._save_all()  # One that is lost may complete a step.
             for answer in answers:

@@ -1,0 +1,61 @@
+"""What members tell the scheduler of their tables costs as much for each of many as for one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+from hvdlite.ps.cluster.enrolment import Enrolment
+from hvdlite.ps.cluster.settings import WORKER, ClusterSettings
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.server.migration import Migration
+
+
+class Counted(dict[str, Any]):
+    """Tables, and how often one was looked at."""
+
+    looks = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.looks += 1
+        return super().__getitem__(name)
+
+
+def test_a_server_looks_at_a_table_when_something_happens_to_it() -> None:
+    server = SimpleNamespace(
+        tables=Counted(), fresh=set(), touched=set(), layout=1, set_handler=Mock()
+    )
+    client, many = Mock(), 300
+    migration = Migration(server, 0, client, Mock())  # type: ignore[arg-type]
+    news: dict[str, Any] = {"layout": 1, "change": None}
+    migration.look(news)
+    names = [f"t{number}" for number in range(many)]
+    server.tables.update({name: SimpleNamespace(begun=False, version=0) for name in names})
+    server.fresh.update(names)
+    for field in ("nothing", "begun", "version"):
+        for name in names:
+            vars(dict.__getitem__(server.tables, name))[field] = 1
+            server.touched.add(name)
+            migration.look(news)
+            migration.look(news)
+    assert not server.fresh
+    assert client.call.call_count == 1 + 2 * many  # Each begins, and has its first update.
+    assert server.tables.looks <= 8 * many
+
+
+def test_what_is_new_while_a_beat_is_under_way_is_told_by_one_more() -> None:
+    settings = ClusterSettings(WORKER, "127.0.0.1:1", 1, 1)
+    enrolment = Enrolment(Mock(), settings, changed=Mock())
+    send: Any = enrolment.connection.send
+    answer = Message("beat", 1)
+    for _ in range(5):
+        enrolment.tell()
+    assert send.call_count == 1
+    enrolment._receive(answer)
+    assert send.call_count == 2
+    enrolment._receive(answer)
+    assert send.call_count == 2
+    enrolment._beat()
+    enrolment._beat()
+    assert send.call_count == 3
