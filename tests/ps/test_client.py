@@ -270,3 +270,25 @@ def test_what_has_not_begun_is_given_up_at_the_end(encrypted: bool, near: bool) 
         assert connection.caller.sharing is None
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_timer_wakes_the_thread_once() -> None:
+    """It does not wait for calls first, as it does where others have something to answer."""
+    client, sleeps, ticks = Client(b"worker idle"), list[object](), list[int]()
+    over = threading.Event()
+    run_once = client._loop.run_once
+
+    def counted(timeout: float | None = None) -> bool:
+        sleeps.append(timeout)
+        return run_once(timeout)
+
+    def tick() -> None:
+        ticks.append(len(sleeps))
+        if len(ticks) == 12:
+            over.set()
+
+    client._loop.run_once = counted  # type: ignore[method-assign]
+    client.every(0.01, tick)
+    assert over.wait(20)
+    client.close()
+    assert 10 <= ticks[11] - ticks[1] < 15

@@ -73,6 +73,7 @@ class Client:
         self._calls: deque[tuple[_Call, _Call]] = deque()
         self._woken = False  # It will look for calls before it sleeps.
         self._gathers = self._hurried = False  # It waits for more calls; it must not.
+        self._works = True  # Something has come since it slept, and not the time of a timer alone.
         self._ended = False  # The thread takes no calls any more.
         self._timers: list[_Timer] = []
         self._lock = threading.RLock()  # Guards the end: a loop that is closed is not woken.
@@ -200,6 +201,7 @@ class Client:
 
     def _look(self) -> None:
         hurried, self._hurried = self._hurried, False
+        works = self._works or bool(self._calls)
         while self._calls:
             self._calls.popleft()[0]()
         if self._closed:
@@ -210,10 +212,12 @@ class Client:
         for connection in self._connections:
             connection.caller.flush()
         # After a hurried call whoever could make others waits for its answer.
-        if hurried or not self._gather(seconds):
+        if hurried or not works or not self._gather(seconds):
             self._woken = False
-            self._loop.run_once(0.0 if self._calls else seconds)
+            self._works = self._loop.run_once(0.0 if self._calls else seconds)
             self._woken = True
+        else:
+            self._works = True
 
     def _gather(self, seconds: float) -> bool:
         """Sleep for so short a time that calls need not end it; return whether there was work."""

@@ -124,8 +124,7 @@ class _Phases:
             [name, table.clock, table.is_whole, table.steps_before]
             for name, table in tables.items()
         ]
-        self._clocks = {name: table.clock for name, table in tables.items()}
-        self._is_sync = {name: table.is_sync for name, table in tables.items()}
+        self._named = tables
 
     def save(self) -> Steps:
         self.run("begin", tables=self._tables)
@@ -143,7 +142,7 @@ class _Phases:
         self.run("apply", clocks=clocks)
         return {
             name: (
-                steps - self._clocks[name],
+                steps - self._named[name].clock,
                 [(worker, steps - clock) for worker, clock in clocks.get(name, ())],
             )
             for name, steps in answers[0]["steps"].items()
@@ -159,7 +158,7 @@ class _Phases:
         of an update; see `Clocks.go_back`.
         """
         found = {}
-        for name in [name for name, is_sync in self._is_sync.items() if not is_sync]:
+        for name in [name for name, table in self._named.items() if not table.is_sync]:
             clocks: dict[int, int] = {}
             for worker, clock in [each for answer in answers for each in answer["clocks"][name]]:
                 clocks[worker] = min(clock, clocks.get(worker, clock))

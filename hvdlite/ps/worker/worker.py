@@ -25,7 +25,7 @@ from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.table_shards import TableShards
 
-WATCH_SECONDS = 1.0
+WATCH_SECONDS = 2.0
 
 AnyTable = TypeVar("AnyTable", bound=TableShards)
 
