@@ -126,9 +126,7 @@ class Client:
 
         What has no result when the client is closed, or is asked later, fails.
         """
-        handle = self.ask_all([function], _only)
-        handle.queue = self
-        return handle
+        return self.ask_all([function], _only)
 
     def ask_all(
         self, functions: Sequence[_Ask], finish: Callable[[list[Any]], Any] = _nothing,
@@ -137,7 +135,7 @@ class Client:
         """Do as `ask` for each function; nothing else happens in the thread between them.
 
         When all have ended, the handle has what `finish` makes of their results, or the first
-        error, unless `again` says what to ask instead. Who gives the handle away sets its queue.
+        error, unless `again` says what to ask instead.
         """
         asked = _Asked(self, functions, finish, again)
         self.call(asked.begin, asked.refuse)
@@ -261,6 +259,7 @@ class _Asked:
         again: Callable[[Exception], Plan | None],
     ) -> None:  # fmt: skip
         self.handle = Handle()
+        self.handle.queue = client
         self._client, self._again = client, again
         self._functions, self._finish = functions, finish
         self._missing = 0

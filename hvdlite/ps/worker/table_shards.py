@@ -256,14 +256,11 @@ class TableShards:
             begins.append(partial(shard.operations.push, begin) if in_order else begin)
         handle = self._client.ask_all(begins)
         handle.on_end(self.gate.answered)
-        handle.queue = self._client
         return handle
 
     def _pull_parts(self, plan: Callable[[], Plan]) -> Handle:
         """Return a handle of what is pulled as planned, anew where others keep the table now."""
-        handle = self._client.ask_all(*plan(), partial(_if_moved, plan))
-        handle.queue = self._client
-        return handle
+        return self._client.ask_all(*plan(), partial(_if_moved, plan))
 
     @staticmethod
     def _pull_of(shard: Shard, payloads: Sequence[Buffer]) -> Begin:
