@@ -84,6 +84,7 @@ class PushingMixin(torch.optim.Optimizer):
             self._push_and_pull()
         except PsRolledBack:
             self._tables[0].forget_rollback()
+            self._pull()  # The parameters are those of steps that are lost.
             raise
         return loss
 
