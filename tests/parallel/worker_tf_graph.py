@@ -26,6 +26,7 @@ from tests.short_calls import short_calls
 COLLECTIVES = 12
 IN_A_SESSION = 8  # sessions take long to prepare large graphs
 LIMIT_SECONDS = 60
+STEPS, MOST_STEPS = 20, 2000
 
 
 def own_order(count: int) -> list[int]:
@@ -88,14 +89,18 @@ def run_small_steps() -> None:
         return hvd.DistributedGradientTape(tape).gradient(loss, weights)
 
     step(tf.constant(0.0))
-    before = short_calls().completed
-    for number in range(20):
+    made = 0
+    for number in range(MOST_STEPS if library() else STEPS):
         mean = number * (hvd.size() - 1) / 2
-        for index, gradient in enumerate(step(tf.constant(float(number * hvd.rank())))):
+        before = short_calls().completed
+        gradients = step(tf.constant(float(number * hvd.rank())))
+        made += short_calls().completed - before
+        for index, gradient in enumerate(gradients):
             np.testing.assert_array_equal(gradient.numpy(), np.full((64, 64), mean * index))
-    made = short_calls().completed - before
-    # Calls for which another rank was late are negotiated.
-    assert 0 < made <= 20 if library() else made == 0, made
+        # Calls for which another rank is late are negotiated: on busy cores that may be many.
+        if number + 1 >= STEPS and hvd.allreduce(float(made > 0), op=hvd.Min):
+            break
+    assert 0 < made <= number + 1 if library() else made == 0, made
 
 
 def has_travelled(path: Path, tensor: str) -> bool:

@@ -6,6 +6,7 @@ oracle recomputes the weights from that history alone.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from hvdlite.common.elastic import run_fn
 from hvdlite.common.plain.config import Config
 from hvdlite.torch.elastic import tensors
 from tests.elastic_job import ElasticJob, Worker
+from tests.limits import HANG_SECONDS
 from tests.ranks import run_ranks
 
 N, FEATURES, BATCH, RATE, MOMENTUM, EPOCHS = 23, 3, 2, 0.05, 0.9, 2
@@ -448,12 +450,16 @@ def test_ranks_that_differ_after_a_reset_are_named() -> None:
 def test_a_rank_without_the_newest_commit_receives_it_bit_by_bit() -> None:
     """Rank 0 dies between two ranks' saves: the newest commit is the source, not rank 0's."""
     job = ElasticJob(3, Config(elastic_check=True))
+    dies = threading.Event()
 
     def hook(training: Training, here: str) -> None:
         number = training.worker.number
         if here == "check" and training.step == 4 and number == 2 and training.entered == 1:
+            dies.set()
             training.worker.die()  # it has saved, and others have not: they wait below
         if here == "stepped" and training.step == 3 and number == 0 and training.entered == 1:
+            # Until then worker 2 may still wait for the gradients of which rank 0 has its own.
+            assert dies.wait(HANG_SECONDS)
             raise HorovodInternalError("rank 0 sees the death before its save")
 
     results = job.run(lambda worker: Training(worker, hook).run())
