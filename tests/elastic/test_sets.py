@@ -50,7 +50,7 @@ def check_sets(workers: Workers, epoch: int) -> None:
         assert line["formed"] == sum(members[each] + 1 for each in ends)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_sets_follow_their_workers(tmp_path: Path, victim: int) -> None:
     with job(tmp_path, 4, MODULE, hosts="a,a,b,b") as workers:
         driver = workers.driver

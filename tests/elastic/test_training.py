@@ -25,7 +25,7 @@ VARIANTS = {
 @pytest.mark.parametrize(
     ("variant", "hosts"),
     [
-        ("auto", "a,b,b,a"),
+        pytest.param("auto", "a,b,b,a", marks=pytest.mark.soak),
         ("autotune", "a,b,b,a"),
         ("devices, small cache", ""),
     ],

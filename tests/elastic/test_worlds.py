@@ -44,8 +44,13 @@ def stop(workers: Workers, *killed: int) -> None:
             assert "Traceback" not in workers.output(number)
 
 
-@pytest.mark.parametrize("hosts", ["", "a,b,b"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("victim", "hosts"),
+    [
+        *((0, "a,b,b"), (1, ""), (2, "a,b,b")),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in [(0, ""), (1, "a,b,b"), (2, "")]),
+    ],
+)
 def test_survivors_go_on_when_any_rank_is_killed(tmp_path: Path, victim: int, hosts: str) -> None:
     survivors = [number for number in range(3) if number != victim]
     with job(tmp_path, 3, MODULE, hosts=hosts, ELEMENTS="200000") as workers:
@@ -84,7 +89,10 @@ def test_down_to_one_rank_and_up_again(tmp_path: Path) -> None:
         stop(workers, 0, 1)
 
 
-@pytest.mark.parametrize(("hosts", "elements"), [("", "1000"), ("a,b,b", "200000"), ("a,b,c", "9")])
+@pytest.mark.parametrize(
+    ("hosts", "elements"),
+    [("", "1000"), ("a,b,b", "200000"), pytest.param("a,b,c", "9", marks=pytest.mark.soak)],
+)
 def test_the_loss_of_a_silent_rank_ends_all_waits_for_it(
     tmp_path: Path, hosts: str, elements: str
 ) -> None:
@@ -108,7 +116,9 @@ def test_the_loss_of_a_silent_rank_ends_all_waits_for_it(
         stop(workers, 1)
 
 
-@pytest.mark.parametrize("answered", [0, 1, 2])
+@pytest.mark.parametrize(
+    "answered", [1, *(pytest.param(n, marks=pytest.mark.soak) for n in (0, 2))]
+)
 def test_a_death_while_the_ranks_of_a_world_meet(tmp_path: Path, answered: int) -> None:
     with job(tmp_path, 3, MODULE) as workers:
         driver = workers.driver
@@ -135,7 +145,7 @@ def test_the_end_of_the_driver_ends_the_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "resets"),
-    [("", 100), ("a,b", 100), pytest.param("", 300, marks=pytest.mark.soak)],
+    [("a,b", 100), pytest.param("", 300, marks=pytest.mark.soak)],
 )
 def test_resets_leave_nothing_behind(tmp_path: Path, hosts: str, resets: int) -> None:
     """Every second world breaks, the others are left in order."""
@@ -158,7 +168,7 @@ def test_resets_leave_nothing_behind(tmp_path: Path, hosts: str, resets: int) ->
                 assert max(values) - values[0] <= growth, (name, values)
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_rank_that_has_joined_takes_part_in_the_next_world(tmp_path: Path, victim: int) -> None:
     """Its calls without a name are counted anew, too: it has made none while others did."""
     with job(tmp_path, 3, "worker_join") as workers:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,11 +64,19 @@ OPTIMIZERS = {
 OF_KERAS_3 = {"loss scale", "accumulation", "passes"}
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=keras3_only) if each in OF_KERAS_3 else each for each in OPTIMIZERS],
-)
+# Compiled, what Keras does with each gradient by itself is one more operation of the same graph.
+BY_GRADIENT = {"weight decay", "clipnorm", "clipvalue", "average", "loss scale"}
+
+
+def cases() -> Iterator[Any]:
+    for name, eagerly in product(OPTIMIZERS, (False, True)):
+        marks = [keras3_only] if name in OF_KERAS_3 else []
+        if name in BY_GRADIENT and not eagerly:
+            marks.append(pytest.mark.soak)
+        yield pytest.param(name, eagerly, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "eagerly"), [*cases()])
 def test_ranks_train_as_one(name: str, eagerly: bool) -> None:
     make = OPTIMIZERS[name]
     found = fit_together(2, lambda: make(hvd.DistributedOptimizer), run_eagerly=eagerly)

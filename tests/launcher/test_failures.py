@@ -77,7 +77,11 @@ FORGOTTEN_INIT = {
 }
 
 
-@pytest.mark.parametrize("call", FORGOTTEN_INIT)
+@pytest.mark.parametrize(
+    "call",
+    [*(pytest.param(each, marks=pytest.mark.soak) for each in ("rank", "async", "set")),
+     "allreduce", "broadcast", "raised in turn"],
+)  # fmt: skip
 def test_a_forgotten_init_takes_ten_lines_of_the_job_at_most(call: str) -> None:
     """All ranks have forgotten it: the launcher says where, and one rank how it came there."""
     script = f"import numpy as np, hvdlite.numpy as hvd\ndef train():\n  {FORGOTTEN_INIT[call]}\n"

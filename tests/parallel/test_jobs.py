@@ -77,7 +77,13 @@ def test_two_hosts_with_the_data_plane_of_mpi(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "transport"),
-    [("0", TCP), ("1", TCP), ("2", TCP), ("3", TCP), ("0", MPI), ("3", MPI)],
+    [
+        *(("0", TCP), ("3", TCP), ("0", MPI)),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in [("1", TCP), ("2", TCP), ("3", MPI)]
+        ),
+    ],
     indirect=["transport"],
 )
 @both

@@ -21,10 +21,10 @@ KERAS2 = (2, "tf_keras", {"TF_USE_LEGACY_KERAS": "1"})
     ("size", "needed", "variables", "transport"),
     [
         pytest.param(*KERAS3, MPI, id="Keras 3-mpi", marks=pytest.mark.soak),
-        pytest.param(*TORCH, TCP, id="torch-tcp"),
+        pytest.param(*TORCH, TCP, id="torch-tcp", marks=pytest.mark.elsewhere),
         pytest.param(*TORCH, MPI, id="torch-mpi", marks=pytest.mark.soak),
         pytest.param(*JAX, TCP, id="jax-tcp", marks=pytest.mark.jax),
-        pytest.param(*KERAS2, TCP, id="Keras 2-tcp"),
+        pytest.param(*KERAS2, TCP, id="Keras 2-tcp", marks=pytest.mark.elsewhere),
         pytest.param(*KERAS2, MPI, id="Keras 2-mpi", marks=pytest.mark.soak),
     ],
     indirect=["transport"],

@@ -93,7 +93,7 @@ def by_hand(size: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("starter", [by_master, by_slurm, by_indexed_job])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.soak)])
 def test_ranks_become_one_job_without_mpi(starter: object, size: int) -> None:
     ended = start(starter(size), SCRIPT)  # type: ignore[operator]
     assert [code for code, _ in ended] == [0] * size, ended
@@ -288,7 +288,7 @@ def torchrun(folder: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *flags, str(path)]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["after", pytest.param("before", marks=pytest.mark.soak)])
 def test_torchrun(when: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")
     command = torchrun(tmp_path, "--nproc-per-node", "2", f"--master-port={free_port()}")
@@ -296,7 +296,7 @@ def test_torchrun(when: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.count(" of 2 done") == 2, done.stdout
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.soak)])
 def test_a_process_group_beside_hvdlite_at_the_same_port(when: str) -> None:
     """Nobody listens at MASTER_PORT: rank 0 does for the meeting, and torch does later."""
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")

@@ -60,7 +60,7 @@ done()
 """)  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.soak)])
 def test_hundreds_of_jobs_in_one_process_keep_nothing(count: int) -> None:
     """Less than an object for each fifth job, and less than 16 KiB for each."""
     run(2, HVD + RESIDENT + f"COUNT = {count}" + """

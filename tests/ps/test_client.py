@@ -250,8 +250,13 @@ def test_a_pull_follows_a_push_at_once_and_a_push_waits_for_all_before_it() -> N
     assert begun == ["push 0", "pull 0", "pull 1", "push 1"]
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize(
+    ("near", "encrypted"),
+    [
+        *((True, False), (False, True)),
+        *(pytest.param(each, each, marks=pytest.mark.soak) for each in (True, False)),
+    ],
+)
 def test_what_has_not_begun_is_given_up_at_the_end(encrypted: bool, near: bool) -> None:
     """No descriptor is left, at whatever step of the beginning either end is closed."""
     gc.collect()  # What tests before have left, which may be closed meanwhile.

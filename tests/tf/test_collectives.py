@@ -94,11 +94,16 @@ def session(function: Collectives, inputs: list[Array]) -> list[Any]:
 
 
 MODES = [eager, graph, unknown_shapes, branch, session]
+# One rank takes the same way through all of them.
+CASES = [
+    *(pytest.param(mode, 3, id=f"3-{mode.__name__}") for mode in MODES),
+    *(pytest.param(mode, 1, id=f"1-{mode.__name__}") for mode in (eager, graph)),
+]
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+cases = pytest.mark.parametrize(("mode", "size"), CASES)
 
 
-@modes
-@pytest.mark.parametrize("size", [1, 3])
+@cases
 def test_allreduce(mode: Any, size: int) -> None:
     # One graph for many cases: to build them takes the time.
     cases = [
@@ -123,8 +128,7 @@ def test_allreduce(mode: Any, size: int) -> None:
     run_ranks(size, main)
 
 
-@modes
-@pytest.mark.parametrize("size", [1, 3])
+@cases
 def test_the_other_collectives(mode: Any, size: int) -> None:
     def main(rank: int) -> None:
         def function(tensors: Sequence[Any]) -> list[Any]:
@@ -153,8 +157,7 @@ def test_the_other_collectives(mode: Any, size: int) -> None:
     run_ranks(size, main)
 
 
-@modes
-@pytest.mark.parametrize("size", [1, 3])
+@cases
 def test_reducescatter(mode: Any, size: int) -> None:
     cases = [(dtype, op) for dtype in DTYPES for op in OPS if not meaningless(op, dtype)]
 

@@ -50,6 +50,7 @@ LAYOUTS = {
     "2x5": ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9)),
     "flat": ((0,), (1,), (2,), (3,), (4,)),
 }
+EVERYWHERE = ("1+3", "2+3+2", "flat")  # The others are tried by the soak, and at random below.
 # What is chosen where only one figure counts: few rounds, or few bytes far away and in copies.
 NOTHING = Model(*[0.0] * len(Model.names()))
 FEW_ROUNDS = replace(NOTHING, message=1.0)
@@ -68,14 +69,20 @@ def program_of(
     return program
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_dtype_and_op(name: str, model: Model) -> None:
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in EVERYWHERE else pytest.param(name, marks=pytest.mark.soak)
+        for name in LAYOUTS
+    ],
+)
+def test_every_dtype_and_op(name: str, model: str) -> None:
     """What adds is the same on all hosts: some of them try all dtypes, the others a few."""
     hosts, dtypes = LAYOUTS[name], DTYPES if name in ("3+1+2", "2+3+2") else DTYPES[::4]
 
     def program(transport: Transport) -> None:
-        p = program_of(transport, model, 64)
+        p = program_of(transport, MODELS[model], 64)
         for number, dtype in enumerate(dtypes):
             assert p.backend("allgather", dtype).name in ("HIERARCHICAL", "FLAT")
             p.everything(dtype, (number, 151, 0))

@@ -282,6 +282,7 @@ def test_a_variant_has_no_instruction_that_its_processors_may_lack(
 # -- on another machine
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("qemu-aarch64") is None, reason="there is no qemu-aarch64")
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 def test_aarch64_gives_the_same_bits(aarch64_wheel: Path, tmp_path: Path) -> None:

@@ -94,9 +94,14 @@ def make_cases(seed: int) -> list[Case]:
 @pytest.mark.parametrize(
     ("threshold_bytes", "cache_capacity", "transport"),
     [
-        *((0, 0, IN_PROCESS), (0, 50, TCP), (0, 1024, IN_PROCESS)),
-        *((1024, 0, TCP), (1024, 50, IN_PROCESS), (1024, 1024, TCP)),
-        *((64 * MIB, 0, IN_PROCESS), (64 * MIB, 50, TCP), (64 * MIB, 1024, IN_PROCESS)),
+        *((0, 1024, IN_PROCESS), (1024, 0, TCP), (1024, 50, IN_PROCESS), (64 * MIB, 50, TCP)),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in [
+                *((0, 0, IN_PROCESS), (0, 50, TCP), (1024, 1024, TCP)),
+                *((64 * MIB, 0, IN_PROCESS), (64 * MIB, 1024, IN_PROCESS)),
+            ]
+        ),
     ],
 )
 def test_any_order_of_enqueuing_gives_the_same_answers(

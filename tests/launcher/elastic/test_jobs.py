@@ -53,7 +53,7 @@ def folder_of(worker: int) -> Path:
     return Path(events.split(" ", 2)[2]).parent
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int) -> None:
     with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
         first = job.watch.world(2)

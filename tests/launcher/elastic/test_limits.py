@@ -110,7 +110,7 @@ train(hvd.elastic.NumpyState(step=0))
 """
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_only_the_late_rank_is_given_up_after_the_stall_shutdown_time(late: int) -> None:
     words = ("-np", "2", "--min-np", "1", "--reset-limit", "1", "python", "-c")
     script = STALL.replace("LATE", str(late))

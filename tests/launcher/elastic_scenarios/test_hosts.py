@@ -57,7 +57,9 @@ def test_hosts_and_slots_come_and_go(site: Site) -> None:
     assert not any("lost" in line or "failed" in line for line in watch.out + watch.err), watch.err
 
 
-@pytest.mark.parametrize("what", ["all its processes", "its agent"])
+@pytest.mark.parametrize(
+    "what", ["all its processes", pytest.param("its agent", marks=pytest.mark.soak)]
+)
 def test_a_host_whose_processes_die_is_lost_at_once(site: Site, what: str) -> None:
     with site.elastic("-np", "4", "--min-np", "2", "-H", site.spread(4, hosts=2)) as watch:
         first = watch.world(4)
@@ -159,7 +161,10 @@ def test_a_discovery_script_that_hangs_later_is_killed_and_asked_again(site: Sit
         assert site.end(watch) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)],
+)
 def test_a_signal_to_the_launcher_in_a_reset_leaves_nothing(site: Site, number: int) -> None:
     with site.elastic("-np", "4", "--min-np", "1", "-H", site.spread(4)) as watch:
         first = watch.world(4)

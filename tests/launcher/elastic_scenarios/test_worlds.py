@@ -33,7 +33,7 @@ def sizes(outcome: Outcome) -> list[int]:
     return [len(members) for members in outcome.worlds().values()]
 
 
-@pytest.mark.parametrize("victims", [(1, 2), (0, 1, 3)])
+@pytest.mark.parametrize("victims", [(0, 1, 3), pytest.param((1, 2), marks=pytest.mark.soak)])
 def test_several_ranks_at_once(site: Site, victims: tuple[int, ...]) -> None:
     faults = [dies(victim) for victim in victims]
     outcome = site.run("train_numpy", *site.flags(4), faults=faults, STEPS=STEPS)
@@ -65,7 +65,8 @@ def test_down_to_one_rank_and_up_again(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "hosts_at_least", "algorithm"), [("shm", 1, "hierarchical"), ("ring", 2, "ring")]
+    ("place", "hosts_at_least", "algorithm"),
+    [("shm", 1, "hierarchical"), pytest.param("ring", 2, "ring", marks=pytest.mark.soak)],
 )
 def test_a_rank_that_is_stopped_in_a_collective(
     site: Site, place: str, hosts_at_least: int, algorithm: str
@@ -165,7 +166,7 @@ def test_a_host_that_leaves_costs_nothing(site: Site) -> None:
     check_nothing_was_lost(outcome, removed)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_failure_without_newcomers_sends_no_weights(site: Site, victim: int) -> None:
     """All survivors hold the commit; the gradients are next to nothing beside the weights."""
     outcome = site.run(
@@ -221,7 +222,12 @@ def test_below_min_np_until_capacity_returns_seconds_later(site: Site) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "place"),
-    [(0, "all begun"), (1, "half begun"), (3, "all begun"), (2, "one has joined")],
+    [
+        (2, "one has joined"),
+        pytest.param(0, "all begun", marks=pytest.mark.soak),
+        pytest.param(1, "half begun", marks=pytest.mark.soak),
+        pytest.param(3, "all begun", marks=pytest.mark.soak),
+    ],
 )
 def test_collectives_of_all_kinds_in_flight(site: Site, victim: int, place: str) -> None:
     """Sets, groups, Adasum and alltoall are right with 4, 3 and 4 ranks, and with a full cache."""

@@ -74,7 +74,7 @@ print("at", *place, *total.tolist(), *torch)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("secret", ["", "5ec2e7"])
+@pytest.mark.parametrize("secret", ["5ec2e7", pytest.param("", marks=pytest.mark.soak)])
 def test_the_ranks_of_two_pods_meet(tmp_path: Path, secret: str) -> None:
     """Two launchers, which know nothing of each other, on this host."""
     port = str(free_port())
