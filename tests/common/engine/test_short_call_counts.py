@@ -136,7 +136,7 @@ def test_the_number_of_declines_wraps_around() -> None:
     assert [call.completed for call in calls] == [1, 1]
 
 
-def test_no_memory_is_told_of_a_call_after_it_was_given_back() -> None:
+def test_no_memory_is_told_of_a_call_after_it_was_given_back(patient: None) -> None:
     """The engine may give it back while a training thread declines a bundle."""
     steps: list[str] = []
 
