@@ -130,12 +130,18 @@ def a_rank_that_waits_for_data_hears_nothing(real: Any, self: Engine) -> None:
 
 
 # Of the meeting of ranks, and their proofs.
-KNOWN_BUGS["a claim is believed without its proof"] = lambda: patch.object(
-    prove, "check_claim", lambda secret, challenge, data: prove.Claim.unpack(data[: CLAIM.size])
-)
-KNOWN_BUGS["a claim holds for another connection"] = lambda: patch.object(
-    prove, "new_nonce", lambda: bytes(NONCE_BYTES)
-)
+def _believe() -> Any:
+    return patch.object(
+        prove, "check_claim", lambda secret, challenge, data: prove.Claim.unpack(data[: CLAIM.size])
+    )
+
+
+def _without_nonces() -> Any:
+    return patch.object(prove, "new_nonce", lambda: bytes(NONCE_BYTES))
+
+
+KNOWN_BUGS["a claim is believed without its proof"] = _believe
+KNOWN_BUGS["a claim holds for another connection"] = _without_nonces
 KNOWN_BUGS["a connection that is reset while it is proved is not tried again"] = lambda: (
     patch.object(dial, "RESETS", ())
 )
@@ -145,6 +151,8 @@ KNOWN_BUGS["a rank does not look for the meeting again"] = lambda: patch.object(
 
 ELASTIC_BUGS: dict[str, Callable[[], Any]] = {}
 PS_BUGS: dict[str, Callable[[], Any]] = {}
+PS_BUGS["a member is believed without its proof"] = _believe
+PS_BUGS["a proof of a member holds for another connection"] = _without_nonces
 KNOWN_BUGS["a leader ends before those below it"] = lambda: patch.object(
     ControlPlane,
     "finished",

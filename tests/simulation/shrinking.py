@@ -192,7 +192,9 @@ PLAIN_PS = PsProgram(0)
 def _smaller_ps(program: PsProgram) -> Iterator[PsProgram]:
     for number in range(len(program.blows)):
         yield replace(program, blows=_without(program.blows, number))
-    for name in ("scales", "saves"):
+    if program.proves:
+        yield replace(program, proves=False, visitors=())
+    for name in ("scales", "saves", "visitors"):
         for number in range(len(getattr(program, name))):
             yield replace(program, **{name: _without(getattr(program, name), number)})
     if program.follows is not None:

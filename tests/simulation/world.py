@@ -66,7 +66,7 @@ class World:
     """Virtual time and the events to come. Used by one thread at a time: whoever has the baton."""
 
     def __init__(self, seed: int) -> None:
-        self.lot = random.Random(seed)
+        self.seed, self.lot = seed, random.Random(seed)
         self._draw, self._bits = self.lot.random, self.lot.getrandbits
         self.now = 0.0
         self.trace: list[tuple[float, str, str]] = []

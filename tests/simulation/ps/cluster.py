@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.connections import client, outside
@@ -24,14 +24,25 @@ from tests.simulation.ps.nodes import (
     new_thread,
     sleep_for,
 )
-from tests.simulation.world import World, in_place
+from tests.simulation.ps.wires import Wires, stand_ins
+from tests.simulation.start.laws import watched
+from tests.simulation.world import BrokenError, World, in_place
+
+
+class Named(Protocol):
+    """A node, as far as it is known to others."""
+
+    name: str
 
 
 class Cluster:
     """The nodes of a job, and what is between them."""
 
-    def __init__(self, world: World, latency: float, bytes_per_second: float) -> None:
+    def __init__(
+        self, world: World, latency: float, bytes_per_second: float, *, proves: bool = False
+    ) -> None:
         self.world, self.bytes_per_second = world, bytes_per_second
+        self.net = Wires(self, latency, bytes_per_second) if proves else None
         self.listeners: dict[int, SimulatedListener] = {}
         self.stalls: dict[tuple[str, str], float] = {}  # From whom, to whom -> until then.
         self.cuts: dict[frozenset[str], float] = {}  # Who do not reach each other -> until then.
@@ -42,8 +53,8 @@ class Cluster:
         self._latency = latency
         self._port = 20000
 
-    def node(self, name: str) -> Node:
-        self.nodes.append(Node(self, name))
+    def node(self, name: str, *, is_stranger: bool = False) -> Node:
+        self.nodes.append(Node(self, name, is_stranger=is_stranger))
         return self.nodes[-1]
 
     def new_port(self) -> int:
@@ -57,7 +68,16 @@ class Cluster:
         self.failure = self.failure or error
         self.world.tell(task.name, f"fails: {error!r}")
 
-    def are_cut(self, one: Node, other: Node) -> bool:
+    def fail_by(self, broken: BrokenError) -> None:
+        self.failure = self.failure or broken
+
+    def stall(self, source: str, target: str, seconds: float) -> None:
+        """Let nothing arrive for a while in one direction."""
+        self.stalls[source, target] = self.world.now + seconds
+        if self.net is not None:
+            self.net.stall(self.net.host(source), self.net.host(target), seconds)
+
+    def are_cut(self, one: Named, other: Named) -> bool:
         return self.cuts.get(frozenset((one.name, other.name)), 0.0) > self.world.now
 
     def cut(self, one: Node, other: Node, seconds: float) -> None:
@@ -65,6 +85,8 @@ class Cluster:
         self.cuts[frozenset((one.name, other.name))] = self.world.now + seconds
         for link in [each for each in one.links if other in each.nodes]:
             link.cut()
+        if self.net is not None and one.opened is not None and other.opened is not None:
+            self.net.cut(one.opened, other.opened)
 
     def dial(self, caller: SimulatedCaller) -> None:
         """Open a link, or say why there is none."""
@@ -105,7 +127,7 @@ class Cluster:
     def around(self) -> Iterator[None]:
         """Be what is outside of all processes."""
         world = self.world
-        stand_ins: Sequence[tuple[Any, str, Any]] = [
+        ours: list[tuple[Any, str, Any]] = [
             (outside, "now", world.clock),
             (outside, "rising_number", lambda: int((world.clock() + self.wall + 1e6) * 1e9)),
             (outside, "sleep", lambda seconds: here.task.sleep_until(lambda: False, seconds)),
@@ -118,14 +140,20 @@ class Cluster:
             (outside, "sync", disks.sync),
             (outside, "replace", disks.replace),
             (outside, "sync_folder", disks.sync_folder),
-            (client, "Loop", Loop),
-            (client, "Caller", SimulatedCaller),
             (client, "SharedMemory", _no_memory),
-            (scheduler_running, "Listener", SimulatedListener),
-            (server_running, "Listener", SimulatedListener),
             (Handle, "_sleep", sleep_for),
         ]
-        with in_place(stand_ins):
+        if self.net is not None:
+            with in_place([*ours, *stand_ins(self.net)]), watched():
+                yield
+            return
+        ours += [
+            (client, "Loop", Loop),
+            (client, "Caller", SimulatedCaller),
+            (scheduler_running, "Listener", SimulatedListener),
+            (server_running, "Listener", SimulatedListener),
+        ]
+        with in_place(ours):
             yield
 
 

@@ -26,6 +26,7 @@ from tests.simulation.ps.nodes import Node
 from tests.simulation.ps.oracle import Oracle, new_updater
 from tests.simulation.ps.programs import Blow, PsProgram, named
 from tests.simulation.ps.training import ENDS, LEFT, PROGRESS, Training
+from tests.simulation.ps.wires import SCHEDULER_PORT, come
 from tests.simulation.world import BrokenError, World
 
 # A job that makes no progress for so long will never make any: nodes come again sooner, and what
@@ -39,7 +40,9 @@ class PsJob(Training):
     def __init__(self, program: PsProgram, folder: Path) -> None:
         self.program, self.folder = program, folder
         self.world = World(program.seed)
-        self.cluster = Cluster(self.world, program.latency, program.bytes_per_second)
+        self.cluster = Cluster(
+            self.world, program.latency, program.bytes_per_second, proves=program.proves
+        )
         self.broken: BrokenError | None = None
         self.progress = 0.0
         self.begun: dict[int, int] = dict.fromkeys(range(program.workers), 0)  # Pushes, by worker.
@@ -57,11 +60,15 @@ class PsJob(Training):
         self.cluster.on_send = self._count
         self._oracle = Oracle(program)
         self._settings = ClusterSettings(
-            SCHEDULER, "127.0.0.1:4242", program.servers, program.workers, token=b"a secret",
+            SCHEDULER, self._scheduler_address(), program.servers, program.workers, token=b"a secret",
             independent=True, start_seconds=20.0, server_seconds=20.0, worker_seconds=20.0,
             snapshots=str(folder / "snapshots") if program.every else "",
             snapshot_every=program.every or 1,
         )  # fmt: skip
+
+    def _scheduler_address(self) -> str:
+        net = self.cluster.net
+        return f"{'127.0.0.1' if net is None else net.host(SCHEDULER).address}:{SCHEDULER_PORT}"
 
     def run(self) -> None:
         """Run the job. Raises `BrokenError`."""
@@ -70,6 +77,8 @@ class PsJob(Training):
                 self.world.after(self.world.lot.random() * 0.01, partial(self._start, name))
             for blow in (each for each in self.program.blows if not each.sends):
                 self.world.after(blow.at, partial(self._strike, blow))
+            for visitor in self.program.visitors:
+                self.world.after(visitor.at, partial(come, self, self._settings, visitor))
             self.world.after(PATIENCE_SECONDS, self._watch)
             try:
                 self.world.run(self._over)
@@ -158,7 +167,7 @@ class PsJob(Training):
             case "cut" if other is not None and other is not node:
                 self.cluster.cut(node, other, blow.seconds)
             case "stall":
-                self.cluster.stalls[blow.node, blow.other] = self.world.now + blow.seconds
+                self.cluster.stall(blow.node, blow.other, blow.seconds)
             case "fill":
                 node.full = True
                 after(blow.seconds, lambda: setattr(node, "full", False))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.plain.handles import Handle
 from tests.simulation.lines import Wire
+from tests.simulation.start import net as nets
 from tests.simulation.world import Action, KilledThread, Process, in_a_thread
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ here = _Here()
 class Node:
     """A process: its threads, and what it has open."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: Cluster, name: str, *, is_stranger: bool = False) -> None:
         self.cluster, self.name = cluster, name
+        self.opened: nets.Node | None = None  # What it has open, where connections are real.
+        if (net := cluster.net) is not None:
+            self.opened = nets.Node(net, name, net.host(name), is_stranger=is_stranger)
         self.lives = True
         self.left: list[str] = []  # What it had open when its code had ended.
         self.stopped = False  # By a signal, which another one may undo.
@@ -50,6 +54,12 @@ class Node:
         self.renames: list[tuple[Path, Path, bytes | None]] = []  # Nor these, with what was there.
         self.ended: Callable[[BaseException | None], object] = lambda _error: None
 
+    @property
+    def host(self) -> nets.Host:
+        """Return where it runs; connections have to be real."""
+        assert self.opened is not None
+        return self.opened.host
+
     def start(self, main: Action) -> None:
         """Begin to run `main`; `ended` hears of its end, but not where the node is killed."""
         Task(self, "main", partial(self._run, main)).start()
@@ -62,6 +72,8 @@ class Node:
             error = raised
         self.left = self._still_open()
         self.end()
+        if self.opened is not None:  # No other thread of it may use what is closed.
+            self.cluster.world.after(0.0, self.kill)
         self.ended(error)
 
     def _still_open(self) -> list[str]:
@@ -69,6 +81,8 @@ class Node:
         left = [f"a connection with {each.nodes[each.caller.node is self].name}"
                 for each in self.links if each.open and not each.closed_by]  # fmt: skip
         left += ["what listens" for each in self.listeners if each.is_listening]
+        if self.opened is not None:
+            left += [type(each).__name__ for each in self.opened.open.values()]
         return left + [each.name for each in self.tasks if not each.ended and each is not here.task]
 
     def end(self) -> None:
@@ -78,6 +92,8 @@ class Node:
             listener.shut()
         for link in [*self.links]:
             link.close(self)
+        if self.opened is not None:
+            self.opened.end()
 
     def kill(self, *, crashes: bool = False) -> None:
         """End all threads; where the host crashes, its disk has only what was synchronized."""
@@ -125,12 +141,15 @@ class Task(Process):
 
     def _run(self) -> None:
         here.task, self._thread_id = self, threading.get_ident()
+        if self.node.opened is not None:
+            nets.here.node, nets.here.process = self.node.opened, self
         try:
             self._target()
         except KilledThread:
             pass
         except BaseException as error:
-            self.node.cluster.fail(self, error)
+            if not self.killed:  # Else it has only found that its descriptors are closed.
+                self.node.cluster.fail(self, error)
         self._joins.give()
         self.end()
 

@@ -10,6 +10,11 @@ from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import MODES, SSP, SYNC
 from tests.simulation.lines import NO_LIMIT
+from tests.simulation.start.programs import Visitor
+
+PROVING = 0.15  # The share of jobs whose connections prove themselves: these take longer.
+# Some come as a server or a worker, by the code of one, with another token.
+VISITORS = ("garbage", "silent", "half", "replay", SERVER, WORKER)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class PsProgram:
     scales: tuple[tuple[int, int], ...] = ()  # Step -> servers that worker 0 lets be left.
     saves: tuple[int, ...] = ()  # Steps before which worker 0 saves.
     follows: PsProgram | None = None  # The job whose checkpoint this one loads first.
+    proves: bool = False  # Its connections are the real ones, with proofs.
+    visitors: tuple[Visitor, ...] = ()  # Who come and know no token.
 
     @property
     def loaded(self) -> int:
@@ -121,7 +128,16 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
         jump = lot.choice((-3600.0, -1.0, -0.1, 3600.0)) * lot.random()
         more.append(Blow(span * lot.random(), "jump", SCHEDULER, seconds=jump))
     speed = random.Random(f"{seed} links").choice((NO_LIMIT, NO_LIMIT, 1e7, 1e6))
-    return replace(program, blows=(*program.blows, *more), bytes_per_second=speed)
+    program = replace(program, blows=(*program.blows, *more), bytes_per_second=speed)
+    lot = random.Random(f"{seed} proofs")
+    if lot.random() >= PROVING:
+        return program
+    visitors = tuple(
+        Visitor(span * lot.random(), lot.choice(VISITORS), lot.randrange(8), lot.choice((0.1, 8.0)))
+        for _ in range(lot.choice((0, 1, 1, 3)))
+    )
+    follows = program.follows and replace(program.follows, proves=lot.random() < 0.5)
+    return replace(program, proves=True, visitors=visitors, follows=follows)
 
 
 def _amid_changes(lot: random.Random, program: PsProgram) -> Iterator[Blow]:

@@ -42,7 +42,9 @@ class Epoll:
             self._sleeper.poke()
 
     def _ready(self) -> list[tuple[int, int]]:
-        found = []
+        found: list[tuple[int, int]] = []
+        if not self._node.lives:
+            return found
         for number, mask in self._masks.items():
             events = self._node.open[number].events() & (mask | ERROR)
             if events:

@@ -11,7 +11,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.dial import Dial
 from hvdlite.common.connections.listener import Listener
 from hvdlite.common.decisions.control_tree import Tree
-from tests.simulation.start.net import Node, here
+from tests.simulation.start.net import Node
 from tests.simulation.start.visitors import STRANGERS
 from tests.simulation.world import BrokenError
 
@@ -55,9 +55,11 @@ def watched() -> Iterator[None]:
 
 
 def _check_other_end(connection: Any) -> None:
-    peer = connection.peer.node
-    if peer.is_stranger != here.node.is_stranger:
-        raise BrokenError(STRANGERS, f"{here.node.name} takes {peer.name} for one of the job")
+    own, peer = connection.node, connection.peer.node
+    if peer.is_stranger != own.is_stranger:
+        broken = BrokenError(STRANGERS, f"{own.name} takes {peer.name} for one of the job")
+        own.net.fail(None, broken)  # Those who handle the errors of a thread might go on.
+        raise broken
 
 
 def look_at(starting: Starting, rank: Rank, transport: Any) -> None:

@@ -6,6 +6,7 @@ Numbers of descriptors are used again as the kernel does: the lowest that is fre
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -92,6 +93,7 @@ class Net:
     ) -> None:
         """The buffers of a connection hold `window` bytes in each direction."""
         self.world, self.window = world, window
+        self.nonces = random.Random(f"{world.seed} nonces")  # Of proofs.
         self.hosts = [Host(number, bytes_per_second) for number in range(hosts)]
         self.listening: dict[object, Socket] = {}
         self.sockets: list[Socket] = []  # That are connected.
@@ -103,10 +105,11 @@ class Net:
         self._stalls: dict[tuple[Host, Host], float] = {}
         self._port = FIRST_PORT
 
-    def fail(self, process: Process, error: BaseException) -> None:
+    def fail(self, process: Process | None, error: BaseException) -> None:
         """Note what has ended a thread that none may end by."""
         if not isinstance(error, BrokenError):
-            text = f"a thread of {process.name} fails: {error!r}"
+            who = "somebody" if process is None else process.name
+            text = f"a thread of {who} fails: {error!r}"
             error = BrokenError("the job ends by the rules", text).with_traceback(
                 error.__traceback__
             )
@@ -115,6 +118,10 @@ class Net:
     def new_port(self) -> int:
         self._port += 1
         return self._port
+
+    def listener_at(self, address: object, _caller: Node) -> Socket | None:
+        """Return who listens at an address, as far as the caller can tell."""
+        return self.listening.get(address)
 
     def stall(self, source: Host, target: Host, seconds: float) -> None:
         """Let nothing arrive for a while in one direction."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.networks import Interface
-from hvdlite.common.connections import address, link, liveness, loop
+from hvdlite.common.connections import address, link, liveness, loop, prove
 from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.meeting import client, meet, start_wait
 from hvdlite.common.runtime import connect
@@ -156,7 +156,7 @@ def new_socket(family: int = socket.AF_INET, _kind: int = 0) -> Socket:
 def create_server(place: tuple[str, int], *, family: int = socket.AF_INET, **_: Any) -> Socket:
     listener = new_socket(family)
     try:
-        listener.bind(place)
+        listener.bind((place[0] or here.node.host.address, place[1]))
     except OSError:
         listener.close()
         raise
@@ -188,27 +188,43 @@ def _machine() -> bytes:
     return here.node.host.name.encode()
 
 
-@contextmanager
-def around(net: Net, fan_out: int) -> Iterator[None]:
-    """Be what is outside of ranks that meet."""
-    clock = SimpleNamespace(
+_NAMES = {name: each for name, each in vars(socket).items() if not name.startswith("__")}
+SOCKETS = SimpleNamespace(**_NAMES | {
+    "socket": new_socket, "create_server": create_server, "getaddrinfo": _look_up,
+    "has_dualstack_ipv6": lambda: False,
+})  # fmt: skip
+
+
+def clock_of(net: Net) -> Any:
+    """Return what takes the place of `time`."""
+    return SimpleNamespace(
         monotonic=net.world.clock, strftime=lambda _form: "00:00:00",
         sleep=lambda seconds: here.process.sleep_until(lambda: False, seconds),
     )  # fmt: skip
-    names = {name: each for name, each in vars(socket).items() if not name.startswith("__")}
-    sockets = SimpleNamespace(**names | {
-        "socket": new_socket, "create_server": create_server, "getaddrinfo": _look_up,
-        "has_dualstack_ipv6": lambda: False,
-    })  # fmt: skip
+
+
+def connections(net: Net) -> list[tuple[Any, str, Any]]:
+    """Return what is outside of connections, and of the loops that see to them."""
+    return [
+        *((each, "time", clock_of(net)) for each in (loop, liveness)),
+        (loop, "select", SimpleNamespace(epoll=Epoll)), (loop, "_Event", Event),
+        (loop, "socket", SOCKETS), (address, "socket", SOCKETS),
+        (link, "fcntl", SimpleNamespace(ioctl=_ioctl)),
+        (prove, "os", SimpleNamespace(urandom=net.nonces.randbytes)),
+    ]  # fmt: skip
+
+
+@contextmanager
+def around(net: Net, fan_out: int) -> Iterator[None]:
+    """Be what is outside of ranks that meet."""
+    clock = clock_of(net)
     environ = SimpleNamespace(get=lambda name, default=None: here.node.environ.get(name, default))
     files = SimpleNamespace(close=close_number, fsencode=os.fsencode, fsdecode=os.fsdecode)
     replaced: list[tuple[Any, str, Any]] = [
+        *connections(net), (tcp, "socket", SOCKETS),
         *((each, "time", clock) for each in (
-            loop, client, start_wait, meet, connect, tcp, control, transport, liveness,
+            client, start_wait, meet, connect, tcp, control, transport,
         )),
-        (loop, "select", SimpleNamespace(epoll=Epoll)), (loop, "_Event", Event),
-        (loop, "socket", sockets), (address, "socket", sockets), (tcp, "socket", sockets),
-        (link, "fcntl", SimpleNamespace(ioctl=_ioctl)),
         (meet, "threading", SimpleNamespace(Thread=Thread)),
         (connect, "os", SimpleNamespace(environ=environ)),
         (addresses, "os", SimpleNamespace(environ=environ, urandom=net.world.lot.randbytes)),

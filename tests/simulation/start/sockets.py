@@ -127,7 +127,7 @@ class Socket:
 
     def _asked(self, address: tuple[str, int], host: Host) -> None:
         """See at the other host whether somebody listens there."""
-        listener = self._net.listening.get(address)
+        listener = self._net.listener_at(address, self.node)
         if listener is None or not listener.is_listening:
             # The answer of a host that has no socket for it takes as long as the way there.
             self._net.world.after(1e-4, lambda: self.reset(errno.ECONNREFUSED))

@@ -20,7 +20,7 @@ from tests.simulation.start.laws import AGREE, ENDS, LEFT, PROGRESS, Rank, look_
 from tests.simulation.start.net import Host, Net, Node, here
 from tests.simulation.start.programs import SERVER, Hitch, Start, Visitor
 from tests.simulation.start.sockets import Socket
-from tests.simulation.start.visitors import A_SECRET, Guest
+from tests.simulation.start.visitors import A_SECRET, GuestOfRanks
 from tests.simulation.world import BrokenError, Process, World
 
 PORT = 2222
@@ -56,7 +56,7 @@ class Starting:
         self.doubled = {each.which % size for each in start.visitors if each.kind == "double"}
         self._lost_links = False  # Some were cut that both ends, or one, may have used already.
         self._nodes = [self._launcher, *(rank.node for rank in self.ranks)]
-        self._guests: list[Guest] = []
+        self._guests: list[GuestOfRanks] = []
         self._over = False
         self._failure: BrokenError | None = None
 
@@ -170,7 +170,7 @@ class Starting:
 
     def _visit(self, visitor: Visitor) -> None:
         if not self._over:
-            self._guests.append(Guest(self, visitor))
+            self._guests.append(GuestOfRanks(self, visitor))
 
     def _count(self, connection: Socket) -> None:
         """Take note of something that is sent, by which the time has perhaps come for a hitch."""

@@ -1,8 +1,9 @@
-"""Those who come to the meeting of a job and are no ranks of it."""
+"""Those who come to a job, where its processes listen, and are none of them."""
 
 from __future__ import annotations
 
 import select
+import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from hvdlite.common.connections.prove import Challenge, Claim, Party
 from hvdlite.common.runtime.connect import SECRET, connect
 from tests.simulation.start import outside
 from tests.simulation.start.epolls import Epoll
-from tests.simulation.start.net import Node, here
+from tests.simulation.start.net import Host, Net, Node, here
 from tests.simulation.start.programs import Visitor
 from tests.simulation.start.sockets import Socket
 from tests.simulation.world import BrokenError
@@ -29,14 +30,12 @@ FLOOD = 100  # More than a meeting of a few ranks has room for.
 
 
 class Guest:
-    """The process of one visitor."""
+    """The process of one visitor, which speaks with sockets."""
 
-    def __init__(self, starting: Starting, visitor: Visitor) -> None:
-        self.visitor, self._starting = visitor, starting
-        net = starting.net
-        host = net.hosts[visitor.which % len(net.hosts)]
-        if visitor.kind == "double":
-            host = starting.ranks[visitor.which % len(starting.ranks)].node.host
+    family = socket.AF_INET
+
+    def __init__(self, net: Net, visitor: Visitor, host: Host) -> None:
+        self.visitor, self._net = visitor, net
         self.node = Node(net, visitor.kind, host, is_stranger=visitor.kind != "double")
         self._lot = net.world.lot
         outside.start_process(self.node, visitor.kind, self._run)
@@ -50,19 +49,80 @@ class Guest:
             self.node.end()
 
     def _tell(self, text: str) -> None:
-        self._starting.world.tell(self.visitor.kind, text)
+        self._net.world.tell(self.visitor.kind, text)
 
     def _visit(self) -> None:
         kind, seconds = self.visitor.kind, self.visitor.seconds
-        if kind in PRETENDERS:
-            self._pretend(kind)
-            return
-        if kind == "server":
-            self._serve(seconds)
-            return
         for connection in [self._call() for _ in range(FLOOD if kind == "flood" else 1)]:
             self._say(kind, connection)
         self._sleep(seconds)
+
+    def _call(self) -> Socket:
+        """Return a connection to one of those that listen."""
+        found = [each for each in self._net.listening.values()
+                 if each.family == self.family and not each.node.is_stranger]  # fmt: skip
+        connection = outside.new_socket(self.family)
+        if found:
+            target = found[self.visitor.which % len(found)]
+            self._tell(f"comes to {target.node.name}")
+            connection.connect_ex(target.name)
+            self._wait(connection, WRITE, 5.0)
+        return connection
+
+    def _say(self, kind: str, connection: Socket) -> None:
+        if kind == "garbage":
+            words = (b"GET / HTTP/1.1\r\n\r\n", self._lot.randbytes(600), prove.MAGIC + bytes(600))
+            connection.send(self._lot.choice(words))
+        elif kind in ("half", "replay"):
+            challenge = Challenge.unpack(self._read(connection, prove.CHALLENGE.size))
+            own = Claim.new(Party(b"no secret", prove.MAGIC.decode(), ""), b"")
+            claim = prove.prove_claim(b"no secret", challenge, own)
+            claims = [each for each in self._net.claims if len(each) == len(claim)]
+            if kind == "replay" and claims:
+                claim = self._lot.choice(claims)
+            connection.send(claim[: len(claim) // (2 if kind == "half" else 1)])
+            self._wait(connection, READ, self.visitor.seconds)
+            connection.send(prove.GO)
+
+    def _read(self, connection: Socket, count: int) -> bytes:
+        body = b""
+        while len(body) < count and self._wait(connection, READ, 2.0):
+            part = connection.recv(count - len(body))
+            if not part:
+                raise OSError(0, "the end")
+            body += part
+        return body.ljust(count, b"\0")
+
+    def _sleep(self, seconds: float) -> None:
+        here.process.sleep_until(lambda: False, seconds)
+
+    def _wait(self, connection: Socket, events: int, seconds: float) -> bool:
+        """Wait for events of a connection, or its end; return whether there are any."""
+        epoll = Epoll()
+        epoll.register(connection.fileno(), events)
+        found = epoll.poll(seconds)
+        epoll.close()
+        return bool(found)
+
+
+class GuestOfRanks(Guest):
+    """The process of one that comes to the meeting of ranks."""
+
+    def __init__(self, starting: Starting, visitor: Visitor) -> None:
+        self._starting = starting
+        net = starting.net
+        host = net.hosts[visitor.which % len(net.hosts)]
+        if visitor.kind == "double":
+            host = starting.ranks[visitor.which % len(starting.ranks)].node.host
+        super().__init__(net, visitor, host)
+
+    def _visit(self) -> None:
+        if self.visitor.kind in PRETENDERS:
+            self._pretend(self.visitor.kind)
+        elif self.visitor.kind == "server":
+            self._serve(self.visitor.seconds)
+        else:
+            super()._visit()
 
     def _pretend(self, kind: str) -> None:
         """Come as a rank, by the code of one."""
@@ -84,33 +144,6 @@ class Guest:
                 text = f"{kind}: a process that is no rank of the job has connected as {number}"
                 raise BrokenError(STRANGERS, text)
 
-    def _call(self) -> Socket:
-        """Return a connection to one of those that listen."""
-        found = [each for each in self.node.net.listening.values() if isinstance(each.name, tuple)
-                 and not each.node.is_stranger]  # fmt: skip
-        connection = outside.new_socket()
-        if found:
-            target = found[self.visitor.which % len(found)]
-            self._tell(f"comes to {target.node.name}")
-            connection.connect_ex(target.name)
-            self._wait(connection, WRITE, 5.0)
-        return connection
-
-    def _say(self, kind: str, connection: Socket) -> None:
-        if kind == "garbage":
-            words = (b"GET / HTTP/1.1\r\n\r\n", self._lot.randbytes(600), prove.MAGIC + bytes(600))
-            connection.send(self._lot.choice(words))
-        elif kind in ("half", "replay"):
-            challenge = Challenge.unpack(self._read(connection, prove.CHALLENGE.size))
-            own = Claim.new(Party(b"no secret", prove.MAGIC.decode(), ""), b"")
-            claim = prove.prove_claim(b"no secret", challenge, own)
-            claims = [each for each in self.node.net.claims if len(each) == len(claim)]
-            if kind == "replay" and claims:
-                claim = self._lot.choice(claims)
-            connection.send(claim[: len(claim) // (2 if kind == "half" else 1)])
-            self._wait(connection, READ, self.visitor.seconds)
-            connection.send(prove.GO)
-
     def _serve(self, seconds: float) -> None:
         """Be where the ranks meet, and say what one may say that knows no secret."""
         listener = outside.create_server(self._starting.meeting_place(self.node.host))
@@ -126,23 +159,3 @@ class Guest:
             if len(body) == prove.PROVEN_CLAIM_BYTES:
                 claim = Claim.unpack(body[: prove.CLAIM.size])
                 connection.send(prove.acceptance(b"no secret", challenge, claim))
-
-    def _read(self, connection: Socket, count: int) -> bytes:
-        body = b""
-        while len(body) < count and self._wait(connection, READ, 2.0):
-            part = connection.recv(count - len(body))
-            if not part:
-                raise OSError(0, "the end")
-            body += part
-        return body.ljust(count, b"\0")
-
-    def _sleep(self, seconds: float) -> None:
-        here.process.sleep_until(lambda: False, seconds)
-
-    def _wait(self, connection: Socket, events: int, seconds: float) -> bool:
-        """Wait for events of a connection, or its end; return whether there are any."""
-        epoll = Epoll()
-        epoll.register(connection.fileno(), events)
-        found = epoll.poll(seconds)
-        epoll.close()
-        return bool(found)
