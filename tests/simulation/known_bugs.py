@@ -151,6 +151,7 @@ KNOWN_BUGS["a rank does not look for the meeting again"] = lambda: patch.object(
 
 ELASTIC_BUGS: dict[str, Callable[[], Any]] = {}
 PS_BUGS: dict[str, Callable[[], Any]] = {}
+ELASTIC_BUGS["a worker is believed without its proof"] = _believe
 PS_BUGS["a member is believed without its proof"] = _believe
 PS_BUGS["a proof of a member holds for another connection"] = _without_nonces
 KNOWN_BUGS["a leader ends before those below it"] = lambda: patch.object(

@@ -162,8 +162,11 @@ def _with(items: tuple[T, ...], number: int, item: T) -> tuple[T, ...]:
 
 
 def _smaller_elastic(program: ElasticProgram) -> Iterator[ElasticProgram]:
-    for number in range(len(program.happenings)):
-        yield replace(program, happenings=_without(program.happenings, number))
+    if program.proves:
+        yield replace(program, proves=False, visitors=())
+    for name in ("happenings", "visitors"):
+        for number in range(len(getattr(program, name))):
+            yield replace(program, **{name: _without(getattr(program, name), number)})
     if program.min_np > 1:
         yield replace(program, min_np=1)
     spare = sum(slots for _, slots in program.hosts) - program.min_np

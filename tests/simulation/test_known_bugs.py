@@ -32,6 +32,7 @@ FIRST = {
     "a worker is stopped before it has connected": 35,
     "a slot is used again that had nothing for a worker": 523,
     "what a sync brings is no save": 237,
+    "a worker is believed without its proof": 47,
     "a member is believed without its proof": 149,
     "a proof of a member holds for another connection": 3,
     "the restart of the scheduler amid scaling": 159,

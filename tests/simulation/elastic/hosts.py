@@ -18,7 +18,9 @@ from hvdlite.launcher.agent_process.agent import Agent
 from hvdlite.launcher.agents import agent_connection
 from tests.simulation.elastic.channels import End, Way
 from tests.simulation.elastic.programs import FROM_LAUNCHER, SILENCE_SECONDS, TO_LAUNCHER
+from tests.simulation.elastic.wires import Loop, Server
 from tests.simulation.elastic.workers import FIRST_PID, Worker
+from tests.simulation.start.net import Node
 
 if TYPE_CHECKING:
     from tests.simulation.elastic.job import ElasticJob
@@ -89,6 +91,9 @@ class AgentProcess:
             self.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices)))
         self.is_fit = devices != 0
         self._look_at = 0.0
+        self.opened: Node | None = None  # What it has open, where connections are real.
+        if (net := self.job.wires) is not None:
+            self.opened = Node(net, f"agent of {self.host}", net.host(self.host))
         self.way.agent = self
         self.job.here = self
         self.job.agents.append(self)
@@ -106,12 +111,22 @@ class AgentProcess:
     def _signal(self) -> int | None:
         return self.signals.pop(0) if self.signals else None
 
+    def act(self, action: Callable[[], object]) -> None:
+        """Let something happen to it."""
+        if self.lives:
+            self.job.here = self
+            action()
+            self.turn()
+
     def turn(self) -> None:
         """Let the agent do what follows from what has come."""
         self.job.here = self
+        if self.job.wires is not None:
+            self.job.wires.turn = self.opened
         self.agent.turn()
         if not self.agent.goes_on():
             self.lives = False
+            self.close()
             self.job.network.carry(self.way, self.host, TO_LAUNCHER, lambda: self.leader.end(0))
             return
         world = self.job.world
@@ -120,6 +135,11 @@ class AgentProcess:
             self._look_at = look_at
             world.at(look_at, lambda: self._look(look_at))
 
+    def close(self) -> None:
+        """Let the system close what it has open."""
+        if self.opened is not None:
+            self.opened.end()
+
     def _look(self, look_at: float) -> None:
         if self.lives and look_at == self._look_at:
             self.turn()
@@ -127,12 +147,7 @@ class AgentProcess:
     def soon(self, seconds: float, action: Callable[[], object]) -> None:
         """Let something happen to it after about so many seconds."""
 
-        def happen() -> None:
-            if self.lives:
-                self.job.here = self
-                action()
-                self.turn()
-
+        happen = lambda: self.act(action)  # noqa: E731
         self.job.world.after(seconds * (0.5 + self.job.world.lot.random()), happen)
 
     def say(self, event: str, number: int, text: str) -> None:
@@ -143,6 +158,7 @@ class AgentProcess:
     def lose_host(self) -> None:
         """End with the host, of which nobody hears."""
         self.lives, self.way.lost_at = False, self.job.world.now
+        self.close()
         for worker in self.workers.values():
             if worker.lives:
                 self.job.collectives.end(worker, SILENCE_SECONDS)
@@ -151,9 +167,11 @@ class AgentProcess:
 class _Folder:
     """Has the methods of `AgentFolder`."""
 
-    path, socket, events, events_fd = "/agent", "/agent/meeting", "/agent/events", EVENTS
+    events_fd = EVENTS
 
     def __init__(self, process: AgentProcess) -> None:
+        self.path = f"/a{len(process.job.agents):04d}"
+        self.socket, self.events = f"{self.path}/meeting", f"{self.path}/events"
         self._process = process
         self._ended: list[int] = []
 
@@ -211,7 +229,7 @@ def _enter(job: ElasticJob) -> None:
 
 
 def _new_process(job: ElasticJob, environ: Mapping[str, str]) -> Worker:
-    worker = Worker(job, job.here, int(environ["HVDLITE_WORKER"]))
+    worker = Worker(job, job.here, int(environ["HVDLITE_WORKER"]), environ["HVDLITE_SECRET"])
     job.here.workers[worker.number] = job.workers[worker.number] = worker
     job.world.after(job.world.lot.choice((0.05, 2.0)), lambda: worker.act(worker.greet))
     return worker
@@ -222,13 +240,19 @@ def _new_loop(job: ElasticJob) -> Any:
         if fd == EVENTS:
             job.here.on_events = handler
 
+    if job.here.opened is not None:
+        loop = Loop(job.here.opened, job.here.act)
+        loop.listen = listen  # type: ignore[attr-defined]
+        return loop
     return SimpleNamespace(listen=listen)
 
 
 def stand_ins(job: ElasticJob) -> list[tuple[Any, str, Any]]:
     """Return what is outside of agents, and of the launcher's connections with them."""
 
-    def serve(_loop: object, _path: str, _secret: bytes, *calls: Any) -> _Server:
+    def serve(loop: Any, path: str, secret: bytes, *calls: Any) -> Any:
+        if job.wires is not None:
+            return Server(job.here, loop, path.encode(), secret, *calls)
         return _Server(job.here, *calls)
 
     def state_of(number: int) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from hvdlite.launcher.command_line.job_kinds import ElasticOptions
@@ -24,7 +26,9 @@ from tests.simulation.elastic.programs import (
     ElasticProgram,
     Happening,
 )
+from tests.simulation.elastic.wires import Wires, come
 from tests.simulation.elastic.workers import Worker
+from tests.simulation.start.visitors import Guest
 from tests.simulation.world import BrokenError, World
 
 STEPS, PROGRESS, ENDS = (
@@ -52,6 +56,8 @@ class ElasticJob:
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.world, self.workers)
         self.network = Network(self.world, program.bytes_per_second)
+        self.wires = Wires(self.world) if program.proves else None
+        self.guests: list[Guest] = []
         self.agents: list[AgentProcess] = []  # All that have come, also those that were given up.
         self.leaders: list[Leader] = []  # What has led to them, as ssh does.
         self.here: AgentProcess  # The one that does something.
@@ -63,8 +69,12 @@ class ElasticJob:
 
     def run(self) -> None:
         """Run the job. Raises `BrokenError`."""
-        with around(self):
-            self._run()
+        with around(self), self.wires.around() if self.wires is not None else nullcontext():
+            try:
+                self._run()
+            finally:
+                for guest in self.guests:
+                    guest.node.kill()
 
     def _run(self) -> None:
         program = self.program
@@ -80,6 +90,8 @@ class ElasticJob:
         self._show(dict(program.hosts))
         for happening in program.happenings:
             self.world.after(happening.at, lambda each=happening: self._happen(each))  # type: ignore[misc]
+        for visitor in program.visitors:
+            self.world.after(visitor.at, partial(come, self, visitor))
         # In the end all hosts of the beginning are there again.
         last = max((each.at + each.seconds for each in program.happenings), default=0.0)
         self.world.after(last + 10.0, self._heal)

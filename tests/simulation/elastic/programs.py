@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 from hvdlite.launcher.decisions import commands
 from tests.simulation.lines import NO_LIMIT
+from tests.simulation.start.programs import Visitor
 
 SILENCE_SECONDS = 1.0  # After which an agent that says nothing is lost.
 # Ways of what a cut between the launcher and a host stops.
 TO_LAUNCHER, FROM_LAUNCHER = 1, 2
+PROVING = 0.2  # The share of jobs whose connections prove themselves: these take longer.
+VISITORS = ("garbage", "silent", "half", "replay", "claim", "claim")
 GENTLE = ("show", "freeze", "jump", "stall", "part")  # Nobody dies by these.
 
 
@@ -57,6 +60,8 @@ class ElasticProgram:
     happenings: tuple[Happening, ...] = ()
     # Hosts that have fewer devices than slots; with none, they have not even the job's directory.
     devices: tuple[tuple[str, int], ...] = ()
+    proves: bool = False  # Connections of workers and agents are the real ones, with proofs.
+    visitors: tuple[Visitor, ...] = ()  # Who come and do not know the secret.
 
     @property
     def is_graceful(self) -> bool:
@@ -105,9 +110,23 @@ def make_elastic_program(seed: int, *, calm: bool = False) -> ElasticProgram:
     if lot.random() < 0.2:
         devices = _make_devices(lot, program)
     speed = random.Random(f"{seed} links").choice((NO_LIMIT, NO_LIMIT, 1e6, 1e5))
-    return replace(
-        program, happenings=(*happenings, *troubles), devices=devices, bytes_per_second=speed
+    return _prove(
+        replace(
+            program, happenings=(*happenings, *troubles), devices=devices, bytes_per_second=speed
+        )
     )
+
+
+def _prove(program: ElasticProgram) -> ElasticProgram:
+    """Let the connections of some jobs prove themselves, to which others come then."""
+    lot = random.Random(f"{program.seed} proofs")
+    if lot.random() >= PROVING:
+        return program
+    visitors = tuple(
+        Visitor(3.0 * lot.random(), lot.choice(VISITORS), lot.randrange(8), lot.choice((0.1, 8.0)))
+        for _ in range(lot.choice((0, 1, 1, 3)))
+    )
+    return replace(program, proves=True, visitors=visitors)
 
 
 def _make_happenings(

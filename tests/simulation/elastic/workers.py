@@ -11,11 +11,13 @@ from hvdlite.common.membership.checks import Checks
 from hvdlite.common.membership.frames import read_world
 from tests.simulation.elastic.laws import ORDER
 from tests.simulation.elastic.states import WorkerState
+from tests.simulation.start.net import Node
 from tests.simulation.world import BrokenError
 
 if TYPE_CHECKING:
     from tests.simulation.elastic.hosts import AgentProcess
     from tests.simulation.elastic.job import ElasticJob
+    from tests.simulation.elastic.wires import Connection
 
 FIRST_PID = 1000  # Of the worker 0.
 
@@ -23,7 +25,7 @@ FIRST_PID = 1000  # Of the worker 0.
 class Worker:
     """A process that trains. Has the methods of `RankProcess`, for its agent."""
 
-    def __init__(self, job: ElasticJob, home: AgentProcess, number: int) -> None:
+    def __init__(self, job: ElasticJob, home: AgentProcess, number: int, secret: str) -> None:
         self.number, self.host, self.slot = number, home.host, job.launcher.slots[number]
         self.home = home
         self.pid = FIRST_PID + number
@@ -40,6 +42,11 @@ class Worker:
         self.members: tuple[int, ...] = ()
         self.world: list[Any] = []
         self.left = 0  # The last epoch that it has left.
+        self.secret = secret.encode()
+        self.connection: Connection | None = None
+        self.opened: Node | None = None  # What it has open, where connections are real.
+        if job.wires is not None:
+            self.opened = Node(job.wires, self.name, job.wires.host(self.host))
         self._job = job
         self._checks = Checks()
 
@@ -95,7 +102,16 @@ class Worker:
     def greet(self) -> None:
         """Connect with the agent, and say hello."""
         self.home.server.connect(self)
+        if self._job.wires is None:
+            self.say_hello()
+
+    def say_hello(self) -> None:
         self.say("hello", self.pid)
+
+    def lose_driver(self) -> None:
+        """End soon: without a driver there is no next world."""
+        self.ended = True
+        self._soon(lambda: self._job.exit(self, 1))
 
     # -- what its agent does with the process
 

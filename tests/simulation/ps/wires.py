@@ -21,7 +21,6 @@ from tests.simulation.ps.nodes import here
 from tests.simulation.ps.oracle import new_updater
 from tests.simulation.start.net import Host, Net
 from tests.simulation.start.net import Node as Descriptors
-from tests.simulation.start.net import here as with_descriptors
 from tests.simulation.start.outside import connections
 from tests.simulation.start.programs import Visitor
 from tests.simulation.start.visitors import STRANGERS, Guest

@@ -18,6 +18,7 @@ class Visitor:
     | kind | what |
     |---|---|
     | garbage, silent, half, replay | says something else, nothing, half a claim, that of another |
+    | claim | says to be somebody, without the secret |
     | secret, other job, size | a rank with another secret, of another start, or of a larger job |
     | flood | comes so often that others have no room |
     | double | a second process of the rank `which` |

@@ -59,8 +59,10 @@ class Guest:
 
     def _call(self) -> Socket:
         """Return a connection to one of those that listen."""
+        near = self.family == socket.AF_UNIX
         found = [each for each in self._net.listening.values()
-                 if each.family == self.family and not each.node.is_stranger]  # fmt: skip
+                 if each.family == self.family and not each.node.is_stranger
+                 and not (near and each.node.host is not self.node.host)]  # fmt: skip
         connection = outside.new_socket(self.family)
         if found:
             target = found[self.visitor.which % len(found)]
@@ -73,16 +75,19 @@ class Guest:
         if kind == "garbage":
             words = (b"GET / HTTP/1.1\r\n\r\n", self._lot.randbytes(600), prove.MAGIC + bytes(600))
             connection.send(self._lot.choice(words))
-        elif kind in ("half", "replay"):
+        elif kind in ("half", "replay", "claim"):
             challenge = Challenge.unpack(self._read(connection, prove.CHALLENGE.size))
-            own = Claim.new(Party(b"no secret", prove.MAGIC.decode(), ""), b"")
-            claim = prove.prove_claim(b"no secret", challenge, own)
+            claim = prove.prove_claim(b"no secret", challenge, self.claim())
             claims = [each for each in self._net.claims if len(each) == len(claim)]
             if kind == "replay" and claims:
                 claim = self._lot.choice(claims)
             connection.send(claim[: len(claim) // (2 if kind == "half" else 1)])
             self._wait(connection, READ, self.visitor.seconds)
             connection.send(prove.GO)
+
+    def claim(self) -> Claim:
+        """Return what it claims, without a proof that holds."""
+        return Claim.new(Party(b"no secret", prove.MAGIC.decode(), ""), b"")
 
     def _read(self, connection: Socket, count: int) -> bytes:
         body = b""
