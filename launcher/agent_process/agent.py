@@ -57,7 +57,6 @@ from hvdlite.launcher.agents.channel import (
 from hvdlite.launcher.decisions.hosts import ORPHAN_SECONDS
 from hvdlite.launcher.processes import rank_orders
 from hvdlite.launcher.processes.signals import SignalInbox
-from hvdlite.launcher.questions import runtime_folder
 
 TOLD_SECONDS = 2.0  # From SIGTERM to SIGKILL, when the agent itself was told to end.
 LOOK_SECONDS = 1.0
@@ -104,9 +103,13 @@ class Agent:
                 self.loop.run_once(self.patience())
                 self.turn()
         finally:
-            self._signal_all(signal.SIGKILL)
-            self.folder.remove()
-            runtime_folder.tidy()
+            self.end()
+
+    def end(self) -> None:
+        """Leave nothing on this host, however the agent ends."""
+        self._signal_all(signal.SIGKILL)
+        self.folder.remove()
+        outside.tidy()
 
     def begin(self) -> None:
         """Say hello."""

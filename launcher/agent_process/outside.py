@@ -17,6 +17,7 @@ from hvdlite.common.membership.server import WorkerServer
 from hvdlite.launcher.agent_process import rank_process
 from hvdlite.launcher.agents import channel
 from hvdlite.launcher.processes import event_loop
+from hvdlite.launcher.questions import runtime_folder
 
 now = time.monotonic
 environ = os.environ.copy
@@ -25,6 +26,7 @@ EventLoop = event_loop.EventLoop
 Channel = channel.Channel
 AgentFolder = rank_process.AgentFolder
 RankProcess = rank_process.RankProcess
+tidy = runtime_folder.tidy
 
 
 def serve_workers(

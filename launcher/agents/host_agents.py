@@ -74,7 +74,9 @@ class HostAgents:
         self._deadlines: dict[AgentConnection, float] = {}  # Of those that have to come, or to go.
         # Those that are to end, each with the process groups that it must end first.
         self._leaving: dict[AgentConnection, list[int]] = {}
-        self._tidying: list[LeadingProcess] = []
+        self._tidying: dict[LeadingProcess, AgentConnection] = {}
+        # Whose folders may be left on hosts that could not be reached, by host.
+        self._remains: dict[str, list[AgentConnection]] = {}
         self._counts = False  # Whether somebody looks.
 
     # -- the start
@@ -153,6 +155,8 @@ class HostAgents:
 
     def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
         agent.folder = hello["folder"]
+        for gone in self._remains.pop(agent.host.name, []):
+            self._tidy(gone, [])  # The numbers of its processes may be those of others by now.
         self.start()
         if why := reason_to_refuse(hello, with_call=self._job.options.call is not None):
             self._user.refused(agent, why)
@@ -200,7 +204,9 @@ class HostAgents:
         for process in [*self._tidying]:
             if process.code is not None:
                 process.close()
-                self._tidying.remove(process)
+                gone = self._tidying.pop(process)
+                if process.code != 0:
+                    self.tidy_later(gone)
 
     def keep_alive(self) -> None:
         """Send beats while nothing else can be done."""
@@ -247,8 +253,19 @@ class HostAgents:
             kill_groups(groups)
             shutil.rmtree(agent.folder, ignore_errors=True)
         elif there:
-            command = removal_command(agent, groups, self._job.options, self._environ)
-            self._tidying.append(LeadingProcess(command, self._environ, self._job.loop))
+            self._tidy(agent, groups)
+
+    def _tidy(self, agent: AgentConnection, groups: list[int]) -> None:
+        command = removal_command(agent, groups, self._job.options, self._environ)
+        self._tidying[LeadingProcess(command, self._environ, self._job.loop)] = agent
+
+    def tidy_later(self, agent: AgentConnection) -> None:
+        """Remove the folder of an agent whose host cannot be reached when that has another one.
+
+        The agent may have been killed meanwhile, which nobody has seen.
+        """
+        if agent.folder and agent.host.remote:
+            self._remains.setdefault(agent.host.name, []).append(agent)
 
     @property
     def leaving(self) -> bool:

@@ -233,6 +233,7 @@ class ElasticWorkers(DriverLoop, AgentUser):
         """Give up an agent that is silent: it ends its workers itself, if it still runs."""
         self._give_up(agent)
         agent.close()
+        self.agents.tidy_later(agent)
         why = f"it {has_not_answered(seconds)}"
         self.driver.agent_lost(agent.host.name, why, True, time.monotonic())
 

@@ -264,6 +264,9 @@ def a_worker_is_stopped_before_it_has_connected(real: Any, self: WorkerRelay) ->
 ELASTIC_BUGS["a slot is used again that had nothing for a worker"] = lambda: patch.object(
     Hosts, "limit", lambda self, host, slots: False
 )
+ELASTIC_BUGS["a folder stays on a host that was not reached"] = lambda: patch.object(
+    HostAgents, "tidy_later", lambda self, agent: None
+)
 ELASTIC_BUGS["workers outlive the loss of the launcher"] = lambda: patch.object(
     Agent, "_end_ranks", lambda self, patience_seconds: None
 )

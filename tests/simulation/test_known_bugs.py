@@ -31,6 +31,7 @@ FIRST = {
     "an agent starts while the workers of its predecessor end": 78,
     "a worker is stopped before it has connected": 35,
     "a slot is used again that had nothing for a worker": 523,
+    "a folder stays on a host that was not reached": 450,
     "what a sync brings is no save": 237,
     "a worker is believed without its proof": 47,
     "a member is believed without its proof": 149,

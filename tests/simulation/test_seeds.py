@@ -129,6 +129,21 @@ FOUND: list[tuple[str, Any]] = [
             ),
         ),
     ),
+    # An agent was killed when its host could not be reached, and its folder stayed there.
+    (
+        "elastic",
+        ElasticProgram(
+            450,
+            (("a", 1),),
+            steps=1,
+            step_seconds=0.001,
+            commit_every=1,
+            happenings=(
+                Happening(0.3735694031123953, "stall", host="a", seconds=0.276, way=2),
+                Happening(0.482687, "fell", host="a"),
+            ),
+        ),
+    ),
     # A scheduler that was lost forgot whose turn it was to load, and servers did not answer that
     # worker any more.
     ("ps", make_ps_program(14941, calm=True)),

@@ -19,7 +19,7 @@ from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.elastic import workers
 from hvdlite.launcher.elastic.workers import ElasticWorkers
 from hvdlite.launcher.hosts.resources import SETTING
-from tests.simulation.elastic.hosts import Leader, stand_ins
+from tests.simulation.elastic.hosts import Leader, Removal, stand_ins
 from tests.simulation.elastic.laws import SLOTS, Watched, seeded
 from tests.simulation.world import BrokenError, in_place
 
@@ -106,21 +106,6 @@ def new_launcher(job: ElasticJob, options: ElasticOptions) -> Launcher:
     return launcher
 
 
-class _Tidying:
-    """Has the methods of a `LeadingProcess` that removes what an agent has left."""
-
-    code = 0
-
-    def __init__(self, *_: object) -> None:
-        """It has done so at once."""
-
-    def wait(self, _seconds: float) -> None:
-        """See above."""
-
-    def close(self) -> None:
-        """See above."""
-
-
 @contextmanager
 def around(job: ElasticJob) -> Iterator[None]:
     """Be what is outside of the launcher's code."""
@@ -133,8 +118,8 @@ def around(job: ElasticJob) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (host_agents, "time", clock), (workers, "time", clock),
         (host_agents.HostAgents, "_begin", begin),
-        (host_agents, "removal_command", lambda *_: []),
-        (host_agents, "LeadingProcess", _Tidying),
+        (host_agents, "ssh_command", lambda host, words, *_: ["ssh", host, words]),
+        (host_agents, "LeadingProcess", lambda command, *_: Removal(job, command)),
         *stand_ins(job),
     ]  # fmt: skip
     with in_place(replaced):

@@ -8,7 +8,7 @@ nothing of the launcher. Its channel, its folder and its workers are played.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from tests.simulation.start.net import Node
 if TYPE_CHECKING:
     from tests.simulation.elastic.job import ElasticJob
 
+BROKEN = 255  # How ssh ends when the process at its other end was killed.
+REMOVAL_SECONDS = 0.1
 EVENTS = -1  # The descriptor of the pipe in which workers say what occurs.
 
 
@@ -74,6 +76,38 @@ class Leader:
         self.closed = True
 
 
+class Removal:
+    """What removes the remains of an agent on its host. Has the methods of a `LeadingProcess`."""
+
+    def __init__(self, job: ElasticJob, command: Sequence[str]) -> None:
+        self.code: int | None = None
+        self._job = job
+        *_, self._host, words = command
+        *self._kills, removal = words.split("; ")
+        self._path = removal.removeprefix("rm -rf ")
+        job.world.after(REMOVAL_SECONDS, self._arrive)
+
+    def _arrive(self) -> None:
+        job, host = self._job, self._host
+        if not job.network.reaches(host):
+            self.code = BROKEN
+            for agent in job.agents:
+                agent.is_unreached |= agent.agent.folder.path == self._path
+            return
+        for kill in self._kills:
+            group = int(kill.split()[3].removeprefix("-"))
+            job.exit(job.workers[group - FIRST_PID], -signal.SIGKILL)
+        job.folders.discard((host, self._path))
+        self.code = 0
+
+    def wait(self, seconds: float) -> None:
+        until = self._job.world.now + seconds
+        self._job.world.run(lambda: self.code is not None or self._job.world.now > until)
+
+    def close(self) -> None:
+        """Nothing is left of it."""
+
+
 class AgentProcess:
     """The process of an agent; its host has `devices` for ranks, None: as many as there are."""
 
@@ -81,6 +115,7 @@ class AgentProcess:
         self.leader, self.way = leader, leader.way
         self.job, self.host = self.way.job, self.way.host
         self.lives = True
+        self.is_unreached = False  # By who removes what it leaves.
         self.workers: dict[int, Worker] = {}
         self.signals: list[int] = []  # To the agent.
         self.events: list[tuple[str, int, str]] = []
@@ -125,6 +160,7 @@ class AgentProcess:
             self.job.wires.turn = self.opened
         self.agent.turn()
         if not self.agent.goes_on():
+            self.agent.end()
             self.lives = False
             self.close()
             self.job.network.carry(self.way, self.host, TO_LAUNCHER, lambda: self.leader.end(0))
@@ -155,9 +191,21 @@ class AgentProcess:
         self.events.append((event, number, text))
         self.soon(1e-3, lambda: self.on_events(EVENTS))
 
+    def be_killed(self) -> None:
+        """End without a word to anybody; its workers are killed with it by the kernel."""
+        self.is_unreached = self.is_given_up or not self.job.network.reaches(self.host)
+        self.lives = False
+        self.close()
+        for worker in self.workers.values():
+            if worker.lives:
+                self.job.collectives.end(worker, 1e-3)
+        end = lambda: self.leader.end(BROKEN)  # noqa: E731
+        self.job.network.carry(self.way, self.host, TO_LAUNCHER, end)
+
     def lose_host(self) -> None:
         """End with the host, of which nobody hears."""
         self.lives, self.way.lost_at = False, self.job.world.now
+        self.job.folders.discard((self.host, self.agent.folder.path))  # It ends with the host.
         self.close()
         for worker in self.workers.values():
             if worker.lives:
@@ -173,11 +221,15 @@ class _Folder:
         self.path = f"/a{len(process.job.agents):04d}"
         self.socket, self.events = f"{self.path}/meeting", f"{self.path}/events"
         self._process = process
+        process.job.folders.add((process.host, self.path))
         self._ended: list[int] = []
 
     def said(self) -> Iterator[tuple[str, int, str]]:
         events, self._process.events = self._process.events, []
         yield from events
+
+    def remove(self) -> None:
+        self._process.job.folders.discard((self._process.host, self.path))
 
     def begin_answer(self, number: int) -> None:
         self._ended.append(number)
@@ -265,5 +317,6 @@ def stand_ins(job: ElasticJob) -> list[tuple[Any, str, Any]]:
         (outside, "Channel", End), (outside, "AgentFolder", lambda: _Folder(job.here)),
         (outside, "RankProcess", lambda _, environ, *_2, **_3: _new_process(job, environ)),
         (outside, "serve_workers", serve), (outside, "state_of", state_of),
+        (outside, "tidy", lambda: None),
         (agent_connection, "Channel", End),
     ]  # fmt: skip

@@ -8,7 +8,7 @@ of its world, so a loss ends it on all ranks.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class ElasticJob:
         self.guests: list[Guest] = []
         self.agents: list[AgentProcess] = []  # All that have come, also those that were given up.
         self.leaders: list[Leader] = []  # What has led to them, as ssh does.
+        self.folders: set[tuple[str, str]] = set()  # Of agents, by host.
         self.here: AgentProcess  # The one that does something.
         self._shown: dict[str, int] = {}
         self._early: set[int] = set()  # Workers that have returned before the last step.
@@ -160,10 +161,9 @@ class ElasticJob:
                 self.network.down.discard(host)
             case "show":
                 self._show(dict(happening.hosts))
-            case "leaving":
+            case "leaving" | "fell":
                 for agent in self._agents_of(host):
-                    agent.signals.append(signal.SIGTERM)
-                    agent.turn()
+                    self._strike_agent(kind, agent)
             case "stall":
                 ways = {TO_LAUNCHER: "to", FROM_LAUNCHER: "from"}.get(happening.way, "to and from")
                 text = f"sends nothing {ways} the launcher for {seconds:.3f} s"
@@ -217,6 +217,14 @@ class ElasticJob:
             case "return" if worker.epoch > worker.left and not worker.ended | worker.stopped:
                 self._early.add(worker.number)
                 worker.leave_job()
+
+    def _strike_agent(self, kind: str, agent: AgentProcess) -> None:
+        if kind == "leaving":
+            agent.signals.append(signal.SIGTERM)
+            agent.turn()
+        else:
+            self.tell(f"host {agent.host}", "has an agent that is killed")
+            agent.be_killed()
 
     def _heal(self) -> None:
         self.network.down.clear()
@@ -299,6 +307,15 @@ class ElasticJob:
             if not leader.closed or leader.way.ends[FROM_LAUNCHER].open:
                 text = f"the launcher leaves its connection to {leader.way.host} open"
                 raise BrokenError(LEFT, text)
+        # What is left on a host that could not be reached goes when it has an agent again.
+        last = {(each.host, each.agent.folder.path) for each in self._last_agents()}
+        if left_behind := sorted(self.folders - last):
+            raise BrokenError(LEFT, f"folders of agents are left: {left_behind}")
+
+    def _last_agents(self) -> Iterable[AgentProcess]:
+        """Return the last agents of hosts that could not be tidied up after them."""
+        last = {each.host: each for each in self.agents}
+        return (each for each in last.values() if each.is_unreached)
 
     def _give_up(self) -> None:
         states = [

@@ -30,6 +30,7 @@ class Happening:
     | show | discovery shows `hosts` |
     | stall | for some seconds, nothing arrives between launcher and host in the ways `way` |
     | part | ranks of `host` and of `other` do not reach each other for some seconds |
+    | fell | the agents of a host are killed, and so are their workers |
     | freeze, jump | the launcher stops for some seconds, or its clock jumps by so many |
     """
 
@@ -110,11 +111,22 @@ def make_elastic_program(seed: int, *, calm: bool = False) -> ElasticProgram:
     if lot.random() < 0.2:
         devices = _make_devices(lot, program)
     speed = random.Random(f"{seed} links").choice((NO_LIMIT, NO_LIMIT, 1e6, 1e5))
+    if not graceful:
+        troubles += _make_falls(random.Random(f"{seed} agents"))
     return _prove(
         replace(
             program, happenings=(*happenings, *troubles), devices=devices, bytes_per_second=speed
         )
     )
+
+
+def _make_falls(lot: random.Random) -> list[Happening]:
+    """Draw agents that are killed."""
+    count = lot.choice((0, 0, 0, 0, 0, 0, 1, 2))
+    return [
+        Happening(lot.choice((0.3, 2.5, 6.0)) * lot.random(), "fell", host=lot.choice("abcd"))
+        for _ in range(count)
+    ]
 
 
 def _prove(program: ElasticProgram) -> ElasticProgram:

@@ -61,7 +61,8 @@ class PsJob(Training):
         self._oracle = Oracle(program)
         self._settings = ClusterSettings(
             SCHEDULER, self._scheduler_address(), program.servers, program.workers,
-            token=b"a secret", independent=True, start_seconds=20.0, server_seconds=20.0, worker_seconds=20.0,
+            token=b"a secret", independent=True,
+            start_seconds=20.0, server_seconds=20.0, worker_seconds=20.0,
             snapshots=str(folder / "snapshots") if program.every else "",
             snapshot_every=program.every or 1,
         )  # fmt: skip
