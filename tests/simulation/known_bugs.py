@@ -32,6 +32,7 @@ from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import Clocks
 from hvdlite.ps.worker.shard import Shard
 from tests.simulation.ps import disks
+from tests.simulation.ranks.transport import Network
 
 KNOWN_BUGS: dict[str, Callable[[], Any]] = {}
 
@@ -127,6 +128,12 @@ def who_loses_a_connection_names_its_other_end(
 @bug(Engine, "_negotiate_meanwhile")
 def a_rank_that_waits_for_data_hears_nothing(real: Any, self: Engine) -> None:
     pass
+
+
+# By the transport, which has a limit for that.
+KNOWN_BUGS["a peer that says nothing more is waited for"] = lambda: patch.object(
+    Network, "_lose_in_time", lambda self, rank, peer: None
+)
 
 
 # Of the meeting of ranks, and their proofs.

@@ -17,6 +17,7 @@ FIRST = {
     "a join that crossed an eviction is not repeated": 26,
     "what waits in a removed set is forgotten": 75,
     "a rank that waits for data hears nothing": 398,
+    "a peer that says nothing more is waited for": 24,
     "a claim is believed without its proof": 167,
     "a claim holds for another connection": 167,
     "a connection that is reset while it is proved is not tried again": 572,

@@ -24,9 +24,11 @@ from tests.simulation.ranks.programs import (
 )
 from tests.simulation.ranks.rank import EngineThread, Rank
 from tests.simulation.ranks.script import ENDS, ORDER, PATIENCE_SECONDS, PROGRESS
-from tests.simulation.ranks.transport import Network
+from tests.simulation.ranks.transport import SILENCE_SECONDS, Network
 from tests.simulation.start.starting import Starting
 from tests.simulation.world import BrokenError, World
+
+MOST_LATE_SECONDS = 1.0  # Of a rank that has yet to do what does not need others.
 
 
 class Job:
@@ -39,6 +41,7 @@ class Job:
         self.killed: set[int] = set()
         self.quitters: set[int] = set()
         self.cuts: set[int] = set()  # The ends of connections that were cut.
+        self.muted = False  # Nothing arrives any more between two hosts, in one direction.
         self.broken: BrokenError | None = None
         topology = Topology(program.hosts)
         self.network = Network(
@@ -135,15 +138,21 @@ class Job:
                 self.network.stall(rank.rank, other.rank, trouble.seconds)
             case "cut":
                 self._cut(rank.rank, other.rank)
-            case "part":
+            case "part" | "mute":
                 peers = self.network.topology.peers
                 for pair in itertools.product(peers(rank.rank), peers(other.rank)):
-                    self._cut(*pair)
+                    (self._cut if trouble.kind == "part" else self._mute)(*pair)
 
     def _cut(self, one: int, other: int) -> None:
         self.world.tell(f"rank {one}", f"has no connection with rank {other} any more")
         self.cuts |= {one, other}
         self.network.cut(one, other)
+
+    def _mute(self, one: int, other: int) -> None:
+        self.world.tell(f"rank {one}", f"reaches rank {other} no longer")
+        self.cuts |= {one, other}
+        self.muted = True
+        self.network.mute(one, other)
 
     def _retune(self, retuning: Retuning) -> None:
         root = self.ranks[0]
@@ -171,6 +180,8 @@ class Job:
         return bool(self.killed or self.quitters or self.cuts)
 
     def _check_end(self) -> None:
+        if self.muted:
+            self._check_ends_in_time()
         for rank in self.ranks:
             wanted = (0, 1) if self._loses else (0,)
             if rank.rank not in self.killed and rank.code not in wanted:
@@ -187,6 +198,15 @@ class Job:
                     not self._loses and len(orders[0]) != len(orders[1])
                 ):
                     raise BrokenError(ORDER, f"{first.name} and {second.name} ran {orders}")
+
+    def _check_ends_in_time(self) -> None:
+        """Check that all ranks end soon after the first one that has seen a loss."""
+        failed = [rank.ended_at for rank in self.ranks if rank.code == 1]
+        held_up = sum(each.seconds for each in self.program.troubles)
+        limit = min(failed, default=self.world.now) + SILENCE_SECONDS + held_up + MOST_LATE_SECONDS
+        late = [rank.name for rank in self.ranks if rank.ended_at > limit]
+        if late:
+            raise BrokenError(PROGRESS, f"{late} end later than {limit:.3f} s")
 
 
 @contextmanager

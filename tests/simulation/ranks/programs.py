@@ -54,6 +54,7 @@ class Trouble:
     | stall | nothing that it sends to `other` arrives for some seconds |
     | cut | what it has open with `other` ends, with what is under way |
     | part | the same holds between all ranks of their hosts |
+    | mute | nothing that ranks of its host send to those of the other one arrives any more |
     """
 
     at: float
@@ -168,6 +169,12 @@ def make_program(seed: int, *, calm: bool = False) -> Program:
         return program
     if lot.random() < 0.4:
         program = replace(program, troubles=_make_troubles(lot, program))
+    lot = random.Random(f"{seed} mutes")
+    if len(hosts) > 1 and program.leaver is None and lot.random() < 0.15:
+        one, other = lot.sample(hosts, 2)
+        at = (latency + jitter) * lot.choice((1, 10, 50)) * lot.random()
+        mute = Trouble(at, "mute", lot.choice(one), lot.choice(other))
+        program = replace(program, troubles=(*program.troubles, mute))
     lot = random.Random(f"{seed} links")
     start = make_start(lot, size) if lot.random() < 0.3 else None
     return replace(

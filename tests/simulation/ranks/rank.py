@@ -46,6 +46,7 @@ class Rank(Script):
         self.rank = rank
         self.name = f"rank {rank}"
         self.code: int | None = None
+        self.ended_at = 0.0
         self.ran: list[SegmentRun] = []
         self._job, self._lot = job, random.Random(job.program.seed * 1000 + rank)
         self.end = job.network.ends[rank]
@@ -118,7 +119,7 @@ class Rank(Script):
         next(self._script)
 
     def finish(self, code: int, word: str) -> None:
-        self.code = code
+        self.code, self.ended_at = code, self._job.world.now
         self._job.world.tell(self.name, word)
 
     def waiting(self) -> str:

@@ -3,7 +3,8 @@
 Nothing overtakes on one connection; messages, arrays and tokens have one each, so these overtake
 each other, and so do the connections of different pairs. A process that ends closes its
 connections, which its peers see after what it had sent before. A host that is lost says nothing:
-its peers see that after `SILENCE_SECONDS`.
+its peers see that after `SILENCE_SECONDS`. Where nothing arrives in one direction any more, no
+answers do either, and both ends see that within the same time, each by itself.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Network:
         self._wires = [Wire(bytes_per_second) for _ in topology.hosts]
         self._stalls: dict[tuple[int, int], float] = defaultdict(float)  # Source, target -> end.
         self._cuts: set[tuple[int, int]] = set()
+        self._mutes: set[tuple[int, int]] = set()  # Source, target: nothing arrives any more.
         self._with_arrays: dict[int, set[int]] = defaultdict(set)
         self._gone: dict[int, float] = {}  # Rank -> after how long its peers see that.
         self._trees = [Tree(topology, rank, fan_out) for rank in range(topology.size)]
@@ -73,6 +75,11 @@ class Network:
             self._with_arrays[target].add(source)
             if target in self._gone:  # Nobody answers.
                 self._lose(target, source, ARRAYS, self._gone[target])
+            if self._mutes & {(source, target), (target, source)}:
+                self._lose_in_time(source, target)
+                self._lose_in_time(target, source)
+        if (source, target) in self._mutes:
+            return
         hosts, left = self.topology.host_of, self._world.now
         if hosts[source] != hosts[target]:
             left = self._wires[hosts[source]].take(left, count)
@@ -100,6 +107,26 @@ class Network:
                 self._arrive(target, partial(end.lose_control, source))
             self._arrive(target, partial(end.lose_arrays, source))
 
+    def mute(self, source: int, target: int) -> None:
+        """Let nothing that a rank sends to another one arrive any more; the way back is free."""
+        self._mutes.add((source, target))
+        self._lose_in_time(source, target)
+        self._lose_in_time(target, source)
+
+    def _lose_in_time(self, rank: int, peer: int) -> None:
+        """Let a peer see within the limit that it gets no answers of a rank."""
+
+        def see() -> None:
+            self._cuts.add((rank, peer))
+            end = self.ends[peer]
+            if rank in self._trees[peer].neighbours:
+                self._arrive(peer, partial(end.lose_control, rank))
+            if rank in self._with_arrays[peer]:
+                self._arrive(peer, partial(end.lose_arrays, rank))
+
+        seconds = SILENCE_SECONDS * (1 - 0.25 * self._world.lot.random())
+        self._world.after(seconds, see)
+
     def _latency_between(self, one: int, other: int) -> float:
         near = self.topology.host_of[one] == self.topology.host_of[other]
         return (2e-5 if near else self._latency) * (0.5 + self._world.lot.random())
@@ -120,6 +147,8 @@ class Network:
             self._lose(rank, peer, ARRAYS, silence)
 
     def _lose(self, rank: int, peer: int, kind: str, silence: float) -> None:
+        if (rank, peer) in self._mutes:  # Which does not hear of the end.
+            return
         at = self._world.now + silence + self._latency_between(rank, peer)
         at = max(at, self._lines[rank, peer, kind].last)
         if kind == ARRAYS:  # The tokens of a host go by the same connection as its signals.
