@@ -175,19 +175,22 @@ class Placement:
     def vacancies(self, now: float) -> list[Vacancy]:
         """Return the slots that should have a worker and have none, in the order of hosts."""
         usable = self._hosts.usable(now)
+        holders = [each for each in self._workers if each.holds_slot]
+        held = {(each.host, each.slot) for each in holders}
+        used = Counter(host for host, _ in held)
+        if all(used[host] >= slots for host, slots in usable.items()):
+            return []
         staying, gone = self._divide(usable)
         last_holders = self._last_holders(staying, now)
         unwanted = {worker.number for worker in self._unwanted(staying, gone, last_holders)}
         unwanted |= {worker.number for worker in last_holders}
-        holders = [each for each in self._workers if each.holds_slot]
         room = self._most() - sum(each.number not in unwanted for each in holders)
         result = []
         for host in order_hosts(self._in_order(usable, last_holders), usable):
-            taken = {each.slot for each in self._workers.on(host) if each.holds_slot}
-            free = [slot for slot in range(usable[host]) if slot not in taken]
+            free = [slot for slot in range(usable[host]) if (host, slot) not in held]
             ending = {each.slot for each in self._workers.on(host) if each.ending}
             # A worker beyond the slots of its host holds one of them until it has ended.
-            for slot in free[: max(0, usable[host] - len(taken))]:
+            for slot in free[: max(0, usable[host] - used[host])]:
                 if room > 0:
                     start_at = self._failures.retry_time(host, slot, now)
                     result.append(Vacancy(host, slot, FOREVER if slot in ending else start_at))
