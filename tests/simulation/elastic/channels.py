@@ -24,6 +24,7 @@ class Way:
         self.ends: dict[int, End] = {}  # By the way that its words go.
         self.agent: AgentProcess | None = None  # Where it has come.
         self.lost_at: float | None = None  # With its host.
+        self.is_known = False  # The agent, to the launcher.
 
     def happen(self, end: End, action: Callable[[], None]) -> None:
         """Let something happen at an end, and let who is there do what follows."""
@@ -103,6 +104,7 @@ class End:
         between.job.network.carry(between, between.host, self.way, arrive, count)
 
     def hear(self, message: list[Any]) -> None:
+        self._between.is_known |= message[0] == "hello"
         self._received(message[0], message[1:])
 
     def lose(self) -> None:

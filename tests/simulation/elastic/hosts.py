@@ -205,7 +205,7 @@ class AgentProcess:
     def lose_host(self) -> None:
         """End with the host, of which nobody hears."""
         self.lives, self.way.lost_at = False, self.job.world.now
-        self.job.folders.discard((self.host, self.agent.folder.path))  # It ends with the host.
+        self.is_unreached = True
         self.close()
         for worker in self.workers.values():
             if worker.lives:

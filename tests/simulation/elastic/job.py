@@ -308,14 +308,15 @@ class ElasticJob:
                 text = f"the launcher leaves its connection to {leader.way.host} open"
                 raise BrokenError(LEFT, text)
         # What is left on a host that could not be reached goes when it has an agent again.
-        last = {(each.host, each.agent.folder.path) for each in self._last_agents()}
-        if left_behind := sorted(self.folders - last):
+        excused = {(each.host, each.agent.folder.path) for each in self._excused()}
+        if left_behind := sorted(self.folders - excused):
             raise BrokenError(LEFT, f"folders of agents are left: {left_behind}")
 
-    def _last_agents(self) -> Iterable[AgentProcess]:
-        """Return the last agents of hosts that could not be tidied up after them."""
+    def _excused(self) -> Iterable[AgentProcess]:
+        """Return agents of whose folder nobody knew, or that were the last on lost hosts."""
         last = {each.host: each for each in self.agents}
-        return (each for each in last.values() if each.is_unreached)
+        yield from (each for each in self.agents if not each.way.is_known)
+        yield from (each for each in last.values() if each.is_unreached)
 
     def _give_up(self) -> None:
         states = [
