@@ -1,14 +1,22 @@
-"""One agent as the launcher sees it: its host, its channel, and the process that leads to it."""
+"""One agent as the launcher sees it: its host, its channel, and the process that leads to it.
+
+And what takes away what an agent has left that has not ended well.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.launcher.agents.channel import PROLOGUE, VERSION, Channel
+from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.hosts.ssh import ssh_command
 from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
 
@@ -130,3 +138,21 @@ def reason_to_refuse(hello: Mapping[str, Any], *, with_call: bool) -> str:
 
 def _dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
+
+
+def kill_groups(groups: Iterable[int]) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def removal_command(
+    agent: AgentConnection,
+    groups: Iterable[int],
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+) -> list[str]:
+    """Return the ssh command that kills process groups and removes the folder of an agent."""
+    kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
+    there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
+    return ssh_command(agent.host.name, there, options, environ.get("PATH"))

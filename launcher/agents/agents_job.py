@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, kill_groups
 from hvdlite.launcher.agents.channel import squeeze
 from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
 from hvdlite.launcher.agents.group_agents import GroupAgents, make_group
-from hvdlite.launcher.agents.host_agents import AgentUser, HostAgents, kill_groups
+from hvdlite.launcher.agents.host_agents import AgentUser, HostAgents
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.agents.merged_meeting import MergedMeeting
 from hvdlite.launcher.command_line.launcher_choice import GROUPS

@@ -6,21 +6,24 @@ words and their loss is up to the job that they serve: one that keeps its ranks,
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import shlex
 import shutil
 import signal
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
+from hvdlite.launcher.agents.agent_connection import (
+    AgentConnection,
+    AgentHost,
+    kill_groups,
+    reason_to_refuse,
+    removal_command,
+)
 from hvdlite.launcher.agents.job_description import JobDescription
-from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.ssh import agent_command, agent_path, remote_agent_command, ssh_command
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.processes.child import LeadingProcess
@@ -294,21 +297,3 @@ class HostAgents:
             process.wait(end - time.monotonic())
             process.close()
         self._tidying.clear()
-
-
-def kill_groups(groups: Iterable[int]) -> None:
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-
-
-def removal_command(
-    agent: AgentConnection,
-    groups: Iterable[int],
-    options: LaunchOptions,
-    environ: Mapping[str, str],
-) -> list[str]:
-    """Return the ssh command that kills process groups and removes the folder of an agent."""
-    kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
-    there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
-    return ssh_command(agent.host.name, there, options, environ.get("PATH"))
