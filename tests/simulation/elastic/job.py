@@ -187,7 +187,7 @@ class ElasticJob:
                 self.tell(worker.name, "is killed")
                 self.end(worker, KILLED)
             case "stop":
-                worker.stop(by_signal=True)
+                worker.stop(by_signal=True, for_good=True)
                 worker.ended = True
                 self.tell(worker.name, "is stopped")
             case "pause" if not worker.stopped:

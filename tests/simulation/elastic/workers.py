@@ -33,7 +33,8 @@ class Worker:
         self.name = f"worker {number}"
         self.lives = True
         self.stopped = False  # It does nothing, and has not ended,
-        self.stopped_by_signal = False  # as a signal has stopped it.
+        self.stopped_by_signal = False  # as a signal has stopped it,
+        self.never_goes_on = False  # and no other one will let it go on.
         self.silent_since: float | None = None
         self.backlog: list[Callable[[], None]] = []  # What it does when it goes on.
         self.ended = False  # It was told to end, or is done, or raises.
@@ -62,13 +63,16 @@ class Worker:
         elif self.lives:
             action()
 
-    def stop(self, *, by_signal: bool) -> None:
+    def stop(self, *, by_signal: bool, for_good: bool = False) -> None:
         """Do nothing any more, until it goes on."""
         self.stopped, self.stopped_by_signal = True, by_signal
+        self.never_goes_on |= for_good
         self.silent_since = self._job.world.now
 
     def go_on(self) -> None:
         """Go on after a stop."""
+        if self.never_goes_on:
+            return
         self.stopped = self.stopped_by_signal = False
         self.silent_since = None
         backlog, self.backlog = self.backlog, []
