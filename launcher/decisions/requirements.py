@@ -124,7 +124,9 @@ class Requirements:
         """Return how many slots have been missing for longer than the elastic timeout, if any."""
         missing = self._missing(now) if self._waiting else 0
         if not missing:
-            self._short_since = None
+            # Only a world ends the time: a host that is used again, and fails again, does not.
+            if not self._waiting:
+                self._short_since = None
             return None
         if self._short_since is None:
             self._short_since = now
@@ -179,7 +181,8 @@ class Requirements:
     def times(self, now: float) -> list[float]:
         """Return when something changes by the passing of time alone."""
         times = [each for each in (self._line_at,) if each is not None]
-        if self._short_since is not None:
+        # It may have passed while a host that is used again seemed to have them.
+        if self._short_since is not None and now < self._short_since + self._plan.elastic_timeout:
             times.append(self._short_since + self._plan.elastic_timeout)
         reset = self._worlds.reset
         if reset is not None and self._waits_for_all(now):

@@ -90,6 +90,18 @@ def test_an_excluded_host_comes_back_and_fails_again() -> None:
         assert len(job.worlds) == 3 + 2 * round_
 
 
+def test_a_host_that_fails_again_and_again_does_not_begin_the_elastic_timeout_anew() -> None:
+    job = abc(min_np=5, elastic_timeout=7, cooldown=(2, 2))
+    began = job.now
+    while job.finish is None and job.now < began + 60:
+        if alive := [each.number for each in job.on("b") if each.lives]:
+            job.kill(alive[0])  # With it the host is given up.
+        job.wait(0.5)
+    code, sentence = finished(job)
+    assert code == 1 and "missing (4 of 5 are there) for 7 s (--elastic-timeout)" in sentence
+    assert job.now <= began + 7 + 2 + 1
+
+
 def test_a_newcomer_is_not_rank_0_where_the_last_rank_of_the_first_host_has_died() -> None:
     """It was to come at the next commit, in the place of a rank that had died before."""
     job = running({"a": 2, "b": 1}, num_proc=3)

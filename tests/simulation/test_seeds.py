@@ -165,6 +165,9 @@ FOUND: list[tuple[str, Any]] = [
             blows=(Blow(0.35393909146207664, "fill", "server 0", seconds=1.714685953968538),),
         ),
     ),
+    # A host that failed at each of its starts was tried for ever: each time it was used again, the
+    # time for which slots may be missing began anew.
+    ("elastic", make_elastic_program(12485)),
 ]
 
 
