@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.elastic.fake_driver import FakeDriver
+from tests.forks import NUMPY, TORCH, forks
 
 ROOT = Path(__file__).parents[2]
 Line = dict[str, Any]
@@ -30,9 +31,9 @@ class Workers:
         """Start a worker that runs a module of this folder."""
         place = self.driver.environment(number, number, max(number + 1, self.driver.size))
         with open(self.folder / f"worker{number}", "w") as output:
-            self.processes[number] = subprocess.Popen(
+            self.processes[number] = forks(*TORCH if "torch" in module else NUMPY)(
                 [sys.executable, "-m", f"tests.elastic.{module}"],
-                env={**os.environ, **place, **variables}, cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **place, **variables}, cwd=ROOT,
                 stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
 

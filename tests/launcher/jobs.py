@@ -10,8 +10,10 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
+from tests.forks import forks, set_signals
 from tests.limits import patient
 from tests.parallel.jobs import environment
 
@@ -26,39 +28,33 @@ SHARED_MEMORY = Path("/dev/shm")
 MARK = "HVDLITE_TEST_JOB"  # a variable that every process of a job inherits
 
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def set_signals(ignored: Collection[int] = ()) -> None:
-    """Set the dispositions that a job starts with, whatever those of the test command are."""
-    for number in HANDLED:
-        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-
-
 @contextmanager
 def start(
     *words: str,
     ignored: Collection[int] = (),
     may_leave: str = "",
     program: Sequence[str] = LAUNCHER,
+    forked: Sequence[str] = (),
     **variables: str,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start hvdlite-run with these signals ignored; at the end, nothing of the job may be left.
 
-    `may_leave` is a pattern of files that a killed process of another host cannot remove.
+    `may_leave` is a pattern of files that a killed process of another host cannot remove. Where
+    modules are given, hvdlite-run and what it starts are forked, and ranks have them: see forks.
     """
     before = set(SHARED_MEMORY.iterdir())  # A process that was killed long ago had the same number.
     with tempfile.TemporaryDirectory() as folder:
         # Temporary files of the launcher and of MPI go where we can look for them.
         variables = {MARK: folder, "TMPDIR": folder, **variables}
-        process = subprocess.Popen(
+        popen = forks(*forked) if forked else subprocess.Popen
+        process = popen(
             [*program, *words],
             env=environment(**variables),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: set_signals(ignored),  # noqa: PLW1509 - it makes system calls only
+            preexec_fn=partial(set_signals, ignored),
         )
         try:
             yield process
@@ -75,10 +71,14 @@ def start(
 
 
 def launch(
-    *words: str, timeout: float = 60, program: Sequence[str] = LAUNCHER, **variables: str
+    *words: str,
+    timeout: float = 60,
+    program: Sequence[str] = LAUNCHER,
+    forked: Sequence[str] = (),
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run hvdlite-run to its end."""
-    with start(*words, program=program, **variables) as process:
+    """Run hvdlite-run to its end; `forked` as for `start`."""
+    with start(*words, program=program, forked=forked, **variables) as process:
         out, err = process.communicate(timeout=patient(timeout))
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 

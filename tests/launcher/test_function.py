@@ -16,7 +16,7 @@ import pytest
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.launcher import RemoteError, function_rank
-from tests.launcher.jobs import set_signals
+from tests.forks import set_signals
 from tests.parallel.jobs import environment
 
 pytestmark = pytest.mark.usefixtures("launcher")

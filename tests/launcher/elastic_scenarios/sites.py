@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from tests.forks import NUMPY
 from tests.launcher.elastic.jobs import SCRIPT, Watch
 from tests.launcher.elastic.jobs import Place as Worker
 from tests.launcher.elastic_scenarios.jobs import OTHERS, Fault, Outcome
@@ -163,7 +164,8 @@ class OneHost(Site):
     def launch(self, *words: str, **variables: str) -> Iterator[Watch]:
         """See `Site.launch`."""
         variables[MARK] = self._mark
-        with start(*words, may_leave=OTHERS, program=IMPATIENT, **variables) as process:
+        how: dict[str, Any] = {"may_leave": OTHERS, "program": IMPATIENT, "forked": NUMPY}
+        with start(*words, **how, **variables) as process:
             watch = Watch(process)
             try:
                 yield watch
