@@ -103,6 +103,9 @@ def become(request: dict[str, Any], fds: list[int], base: list[str]) -> None:
     overwrite(request["words"], environ)
     given = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*map(os.path.abspath, given), *base]
+    if any(Path(path, "sitecustomize.py").exists() for path in given):
+        sys.modules.pop("sitecustomize", None)
+        import_module("sitecustomize")
 
 
 def start_python(environ: dict[str, str]) -> None:
@@ -179,8 +182,10 @@ def main() -> None:
     started_with = {name: text for name, text in os.environ.items() if name != "ROOM"}
     base = sys.path[1:]
     connection = socket.socket(fileno=int(sys.argv[1]))
+    os.environ["HVDLITE_LAUNCHER_EVENTS"] = "token 0 /"  # What depends on it is imported, too.
     for module in sys.argv[2:-1]:
         import_module(module)
+    del os.environ["HVDLITE_LAUNCHER_EVENTS"]
     known = {*sys.modules}
     for module in ("hvdlite.launcher.cli", AGENT):
         import_module(module)

@@ -18,13 +18,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tests.forks import NUMPY
+from tests.forks import NUMPY, TORCH
 from tests.launcher.elastic.jobs import SCRIPT, Watch
 from tests.launcher.elastic.jobs import Place as Worker
 from tests.launcher.elastic_scenarios.jobs import OTHERS, Fault, Outcome
 from tests.launcher.jobs import IMPATIENT, MARK, processes, start
 from tests.parallel.jobs import environment
 
+TORCH_SCRIPTS = ("train_torch", "train_features", "torch_script.py")
 SEEN_SECONDS = 10.0  # In which a discovery script is run that is due five times a second.
 
 
@@ -164,7 +165,8 @@ class OneHost(Site):
     def launch(self, *words: str, **variables: str) -> Iterator[Watch]:
         """See `Site.launch`."""
         variables[MARK] = self._mark
-        how: dict[str, Any] = {"may_leave": OTHERS, "program": IMPATIENT, "forked": NUMPY}
+        forked = TORCH if any(word.endswith(TORCH_SCRIPTS) for word in words) else NUMPY
+        how: dict[str, Any] = {"may_leave": OTHERS, "program": IMPATIENT, "forked": forked}
         with start(*words, **how, **variables) as process:
             watch = Watch(process)
             try:
