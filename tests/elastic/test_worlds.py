@@ -68,7 +68,7 @@ def test_survivors_go_on_when_any_rank_is_killed(tmp_path: Path, victim: int, ho
 
 
 def test_down_to_one_rank_and_up_again(tmp_path: Path) -> None:
-    with job(tmp_path, 3, MODULE) as workers:
+    with job(tmp_path, 3, MODULE, forked=False) as workers:
         workers.driver.size = 1
         for epoch, victim in enumerate((1, 0), start=1):
             workers.wait_for(2, in_world(epoch))

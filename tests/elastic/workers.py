@@ -22,8 +22,8 @@ Line = dict[str, Any]
 class Workers:
     """Processes by number; each writes to a file of its own."""
 
-    def __init__(self, folder: Path, driver: FakeDriver) -> None:
-        self.folder, self.driver = folder, driver
+    def __init__(self, folder: Path, driver: FakeDriver, *, forked: bool) -> None:
+        self.folder, self.driver, self._forked = folder, driver, forked
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._parsed: dict[int, tuple[list[Line], int]] = {}
 
@@ -31,7 +31,9 @@ class Workers:
         """Start a worker that runs a module of this folder."""
         place = self.driver.environment(number, number, max(number + 1, self.driver.size))
         with open(self.folder / f"worker{number}", "w") as output:
-            self.processes[number] = forks(*TORCH if "torch" in module else NUMPY)(
+            modules = TORCH if "torch" in module else NUMPY
+            popen = forks(*modules) if self._forked else subprocess.Popen
+            self.processes[number] = popen(
                 [sys.executable, "-m", f"tests.elastic.{module}"],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **place, **variables}, cwd=ROOT,
                 stdout=output, stderr=subprocess.STDOUT,
@@ -82,12 +84,17 @@ class Workers:
 
 
 @contextlib.contextmanager
-def job(folder: Path, size: int, module: str = "", **variables: str) -> Iterator[Workers]:
-    """A job with a fake driver, and with `size` workers that run `module` if one is given."""
+def job(
+    folder: Path, size: int, module: str = "", *, forked: bool = True, **variables: str
+) -> Iterator[Workers]:
+    """A job with a fake driver, and with `size` workers that run `module` if one is given.
+
+    They are started anew, or `forked` from a process that has imported what they need.
+    """
     hosts = variables.pop("hosts", "")
     where = dict(enumerate(hosts.split(",")))
     driver = FakeDriver(folder, size, hosts=lambda number: where.get(number, "a") or "a")
-    workers = Workers(folder, driver)
+    workers = Workers(folder, driver, forked=forked)
     try:
         if module:
             for number in range(size):

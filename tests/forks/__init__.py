@@ -28,8 +28,6 @@ from typing import Any
 
 import cloudpickle
 
-from hvdlite.launcher.processes.signals import HANDLED, PR_SET_PDEATHSIG
-
 ROOT = Path(__file__).parents[2]
 ZYGOTE = "tests.forks.zygote"
 LENGTH = struct.Struct("=q")
@@ -37,13 +35,17 @@ LENGTH = struct.Struct("=q")
 NUMPY = ("hvdlite.numpy",)
 TORCH = ("tests.lean", "hvdlite.torch", "torch.optim")
 # Commands of these modules start processes themselves.
-LAUNCHERS = ("hvdlite.launcher", "tests.launcher.impatient")
+LAUNCHERS = ("hvdlite.launcher", "tests.launcher.impatient", "tests.launcher.live.hasty")
 AGENT = "hvdlite.launcher.agent_process.agent"
 # Variables that are read when a process starts, or imports a framework.
-READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "MKL_", "TORCH_")
+READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "MKL_", "TORCH_",
+                 "LC_", "LANG")  # fmt: skip
 # Of these, a forked process heeds what it is told.
 HEEDED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONBREAKPOINT"}
 ROOM_ARGUMENT, ROOM_VARIABLE = "-" * 16_000, "=" * 64_000  # For what /proc shows of others.
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1
 
 _signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
@@ -67,14 +69,14 @@ class Zygote:
         (pid,) = LENGTH.unpack(answer)
         return int(pid)
 
-    def takes(self, words: list[str], environ: Mapping[str, str]) -> bool:
+    def takes(self, words: list[str], environ: Mapping[str, str], folder: str) -> bool:
         """Return whether a command is Python's, as this process has it, and can be forked."""
         program = shutil.which(words[0], path=environ.get("PATH"))
         if program is None or len(words) < 2:
             return False
         here = os.path.dirname(sys.executable)
         python = os.path.dirname(program) == here and os.path.samefile(program, sys.executable)
-        known = words[1] in ("-m", "-c") or os.path.isfile(words[1])
+        known = words[1] in ("-m", "-c") or os.path.isfile(os.path.join(folder, words[1]))
         return python and known and read_at_start(environ) == self._started_with
 
 
@@ -96,15 +98,15 @@ def popen_of(zygote: Zygote) -> type[subprocess.Popen[Any]]:
             words = given["args"]
             words = [words] if isinstance(words, str) else [os.fsdecode(word) for word in words]
             environ = os.environ if given["env"] is None else given["env"]
-            folder = given["cwd"] if given["cwd"] is None else os.fspath(given["cwd"])
+            folder = os.fsdecode(given["cwd"] or os.getcwd())
             plain = not (given["shell"] or given["executable"] or given["pass_fds"])
-            plain = plain and os.path.isdir(folder or os.getcwd())
-            if not (plain and zygote.takes(words, environ)):
+            plain = plain and os.path.isdir(folder)
+            if not (plain and zygote.takes(words, environ, folder)):
                 super()._execute_child(*args, **kwargs)  # type: ignore[misc]
                 return
             ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
             request = {
-                "words": words, "environ": dict(environ), "folder": folder or os.getcwd(),
+                "words": words, "environ": dict(environ), "folder": folder,
                 "session": given["start_new_session"], "ignored": _ignored(),
                 "prepare": cloudpickle.dumps(given["preexec_fn"]),
             }  # fmt: skip

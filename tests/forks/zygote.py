@@ -119,12 +119,13 @@ def start_python(environ: dict[str, str]) -> None:
     if environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     unbuffered = bool(environ.get("PYTHONUNBUFFERED"))
-    for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
         raw = io.FileIO(fd, "w", closefd=False)
         lines = fd == 2 or os.isatty(fd)
         stream = io.TextIOWrapper(
-            raw if unbuffered else io.BufferedWriter(raw), encoding=sys.stdout.encoding,
-            errors=errors, line_buffering=lines, write_through=unbuffered,
+            raw if unbuffered else io.BufferedWriter(raw), encoding=before.encoding,
+            errors=before.errors, line_buffering=lines, write_through=unbuffered,
         )  # fmt: skip
         stream.mode = "w"
         setattr(sys, name, stream)
@@ -162,7 +163,7 @@ def run(words: list[str]) -> None:
     else:
         sys.path.insert(0, os.path.dirname(os.path.realpath(flag)))
         sys.argv.insert(0, flag)
-        main.__dict__["__file__"] = flag
+        main.__dict__["__file__"] = os.path.join(os.getcwd(), flag)
         exec(compile(Path(flag).read_bytes(), flag, "exec"), main.__dict__)
 
 

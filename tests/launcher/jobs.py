@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-from tests.forks import forks, set_signals
+from tests.forks import NUMPY, forks, set_signals
 from tests.limits import patient
 from tests.parallel.jobs import environment
 
@@ -34,13 +34,13 @@ def start(
     ignored: Collection[int] = (),
     may_leave: str = "",
     program: Sequence[str] = LAUNCHER,
-    forked: Sequence[str] = (),
+    forked: Sequence[str] = NUMPY,
     **variables: str,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start hvdlite-run with these signals ignored; at the end, nothing of the job may be left.
 
-    `may_leave` is a pattern of files that a killed process of another host cannot remove. Where
-    modules are given, hvdlite-run and what it starts are forked, and ranks have them: see forks.
+    `may_leave` is a pattern of files that a killed process of another host cannot remove. All
+    Python is forked from processes that have the modules `forked`, unless there are none.
     """
     before = set(SHARED_MEMORY.iterdir())  # A process that was killed long ago had the same number.
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def launch(
     *words: str,
     timeout: float = 60,
     program: Sequence[str] = LAUNCHER,
-    forked: Sequence[str] = (),
+    forked: Sequence[str] = NUMPY,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run hvdlite-run to its end; `forked` as for `start`."""

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forks import NUMPY
 from tests.launcher.jobs import MARK, processes, start
 from tests.limits import patient
 
@@ -192,11 +193,13 @@ class ElasticRun:
 
 
 @contextlib.contextmanager
-def elastic(folder: Path, *flags: str, **variables: str) -> Iterator[ElasticRun]:
-    """Start an elastic job on this host; at the end, nothing of it may be left."""
+def elastic(
+    folder: Path, *flags: str, forked: Sequence[str] = NUMPY, **variables: str
+) -> Iterator[ElasticRun]:
+    """Start an elastic job on this host, as `start` does; at the end, nothing of it may be left."""
     (folder / "train.py").write_text(SCRIPT)
     words = ("python", str(folder / "train.py"), str(folder / "end"))
-    with start(*flags, *words, **{MARK: str(folder), **variables}) as process:
+    with start(*flags, *words, forked=forked, **{MARK: str(folder), **variables}) as process:
         watch = Watch(process)
         try:
             yield ElasticRun(watch, folder)

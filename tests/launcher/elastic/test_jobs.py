@@ -15,6 +15,7 @@ import pytest
 
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.top.connection import JobConnection, find_jobs
+from tests.forks import NUMPY
 from tests.launcher.elastic.jobs import Watch, elastic, kill
 from tests.launcher.jobs import MARK, launch, processes, start
 
@@ -53,9 +54,9 @@ def folder_of(worker: int) -> Path:
     return Path(events.split(" ", 2)[2]).parent
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int) -> None:
-    with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
+@pytest.mark.parametrize(("rank", "forked"), [(0, NUMPY), (1, ())], ids=["0", "1, not forked"])
+def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int, forked: tuple[str, ...]) -> None:
+    with elastic(tmp_path, "-np", "2", "--min-np", "1", forked=forked) as job:
         first = job.watch.world(2)
         with viewer(job.watch.process.pid) as connection:
             heard_of(connection, 2, time.time())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import TORCH
 from tests.launcher.jobs import start
 from tests.launcher.live.following import Followed
 
@@ -39,9 +40,8 @@ def test_causes(tmp_path: Path) -> None:
     file.write_text("")
     program = [sys.executable, "-m", "tests.launcher.live.hasty"]
     training = [sys.executable, "-m", "tests.launcher.live.slowed_training", str(file)]
-    with start(
-        "-np", "3", "--metrics-port", "0", *training, may_leave="torch*", program=program
-    ) as process:
+    words = ("-np", "3", "--metrics-port", "0", *training)
+    with start(*words, may_leave="torch*", program=program, forked=TORCH) as process:
         job = Followed(process, file)
         for reason, text in REASONS.items():
             if reason != "swap" or not in_memory(tmp_path):
