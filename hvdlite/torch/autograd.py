@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.autograd.function import once_differentiable
 
 from hvdlite.common.api.runner import EngineRunner
@@ -30,7 +32,22 @@ def untraced(function: F) -> F:
             return disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
+    _leave_out(call)
     return call  # type: ignore[return-value]
+
+
+def _leave_out(function: FunctionType) -> None:
+    """Let the compiler neither trace a function nor compile it, or what it calls, by itself.
+
+    A function that is left out only while it is compiled would be compiled again for each name of a
+    tensor, until the compiler gives it up with a warning. PyTorch before 2.7 cannot be told so.
+    """
+    found: Any = eval_frame
+    if hasattr(found, "set_code_exec_strategy"):
+        skip = found._FrameAction.SKIP
+        strategy = found._FrameExecStrategy(skip, skip)
+        found.set_code_exec_strategy(function.__code__, strategy)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class _Collective(torch.autograd.Function):

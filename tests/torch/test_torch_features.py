@@ -153,6 +153,27 @@ def test_compiled_model(backend: str) -> None:
     train(plain_forward, plain_step, compile_)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"), reason="PyTorch is older"
+)
+def test_calls_in_a_compiled_function_are_not_compiled_for_each_name() -> None:
+    def reduced(tensor: torch.Tensor) -> torch.Tensor:
+        for number in range(12):
+            tensor = hvd.allreduce(tensor + 1, name=f"compiled {number}")
+            tensor = tensor + hvd.broadcast(tensor, 0, name=f"compiled, too {number}")
+        return tensor
+
+    def main(_rank: int) -> None:
+        compiled = torch.compile(reduced, backend="eager")
+        counters = torch._dynamo.utils.counters["frames"]
+        before = counters["total"]
+        found = compiled(torch.zeros(2))
+        assert counters["total"] - before == 1
+        assert torch.equal(found, reduced(torch.zeros(2)))
+
+    run_ranks(1, main)
+
+
 def test_autocast() -> None:
     models = [copy.deepcopy(NET) for _ in range(SIZE)]
 
