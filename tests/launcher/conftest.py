@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.forks import NUMPY, forks
 from tests.launcher.elastic_scenarios.sites import OneHost, Site
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN
 
@@ -28,6 +30,13 @@ def with_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     if MPIRUN is None:
         pytest.skip(NO_MPIRUN)
     monkeypatch.setenv("HVDLITE_LAUNCHER", "mpirun")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what this process starts be forked, as agents of `hvdlite.run` and their ranks."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(subprocess, "Popen", forks(*NUMPY))
 
 
 @pytest.fixture

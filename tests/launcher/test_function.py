@@ -19,7 +19,7 @@ from hvdlite.launcher import RemoteError, function_rank
 from tests.forks import set_signals
 from tests.parallel.jobs import environment
 
-pytestmark = pytest.mark.usefixtures("launcher")
+pytestmark = pytest.mark.usefixtures("launcher", "forked")
 
 
 def rank() -> int:

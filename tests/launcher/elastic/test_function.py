@@ -14,7 +14,7 @@ import pytest
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked")]
 HOSTS = "localhost:2,127.0.0.1:2"
 
 
