@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +35,7 @@ def untraced(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def _leave_out(function: FunctionType) -> None:
+def _leave_out(function: Any) -> None:
     """Let the compiler neither trace a function nor compile it, or what it calls, by itself.
 
     A function that is left out only while it is compiled would be compiled again for each name of a
@@ -47,7 +46,7 @@ def _leave_out(function: FunctionType) -> None:
         skip = found._FrameAction.SKIP
         strategy = found._FrameExecStrategy(skip, skip)
         found.set_code_exec_strategy(function.__code__, strategy)
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable = True
 
 
 class _Collective(torch.autograd.Function):

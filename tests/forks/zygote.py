@@ -54,7 +54,10 @@ def fork_sibling() -> int:
 
 
 def requests(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request; return in it, with what it is to be. Ends with its user."""
+    """Fork a process for each request; return in it, with what it is to be. Ends with its user.
+
+    The descriptors are those of its streams, and one that it closes when all is as after a start.
+    """
     while True:
         head, fds, _, _ = socket.recv_fds(connection, LENGTH.size, 3)
         if not head:
@@ -63,12 +66,16 @@ def requests(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         data = b""
         while len(data) < left:
             data += connection.recv(left - len(data))
+        ready, becoming = os.pipe()
         child = fork_sibling()
         if child == 0:
-            return pickle.loads(data), fds
-        connection.sendall(LENGTH.pack(child))
-        for fd in fds:
+            os.close(ready)
+            return pickle.loads(data), [*fds, becoming]
+        for fd in (*fds, becoming):
             os.close(fd)
+        os.read(ready, 1)  # Ends when the child is what was asked for, or has died.
+        os.close(ready)
+        connection.sendall(LENGTH.pack(child))
 
 
 def overwrite(words: list[str], environ: dict[str, str]) -> None:
@@ -85,9 +92,10 @@ def overwrite(words: list[str], environ: dict[str, str]) -> None:
 
 def become(request: dict[str, Any], fds: list[int], base: list[str]) -> None:
     """Be the process that is asked for, as after its start; `base` is where all modules are."""
-    for to, fd in enumerate(fds):
+    *streams, becoming = fds
+    for to, fd in enumerate(streams):
         os.dup2(fd, to)
-    for fd in fds:
+    for fd in streams:
         os.close(fd)
     if request["session"]:
         os.setsid()
@@ -106,6 +114,7 @@ def become(request: dict[str, Any], fds: list[int], base: list[str]) -> None:
     if any(Path(path, "sitecustomize.py").exists() for path in given):
         sys.modules.pop("sitecustomize", None)
         import_module("sitecustomize")
+    os.close(becoming)
 
 
 def start_python(environ: dict[str, str]) -> None:
