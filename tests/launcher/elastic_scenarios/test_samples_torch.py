@@ -17,7 +17,6 @@ EPOCHS = 3
 SIZE = 3
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("commit_every", [4])
 def test_every_sample_is_used_once_in_an_epoch(site: Site, commit_every: int) -> None:
     """In 3 epochs with 3 deaths, also of rank 0, and 3 newcomers: 6 resets."""
