@@ -31,6 +31,11 @@ def new_file(path: Path) -> BinaryIO:
     return open(path, "wb")
 
 
+def longer_file(path: Path) -> BinaryIO:
+    """Return a file that is there, to write at its end."""
+    return open(path, "ab")
+
+
 def sync(file: BinaryIO) -> None:
     """Let what was written be on disk."""
     file.flush()
@@ -67,3 +72,13 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
         raise
     sync_folder(path.parent)
     return size
+
+
+def append(path: Path, data: bytes) -> None:
+    """Write at the end of a file that is there; it is on disk when this returns. Raises OSError.
+
+    Where that fails, or the process is killed meanwhile, a part of the data may be in the file.
+    """
+    with longer_file(path) as file:
+        file.write(data)
+        sync(file)

@@ -100,6 +100,10 @@ class Registry:
     def modes(self) -> dict[str, str]:
         return {name: table.options.mode for name, table in self._tables.items()}
 
+    def takes_part(self, worker: int, name: str) -> bool:
+        """Return whether a worker takes part in a table."""
+        return name in self._tables and worker in self._tables[name].workers
+
     def tables_of(self, worker: int) -> set[str]:
         """Return the tables in which a worker takes part."""
         return {name for name, table in self._tables.items() if worker in table.workers}

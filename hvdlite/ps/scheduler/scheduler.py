@@ -5,9 +5,7 @@ What it has to know again after an end lies in a file. While it is away, pushes 
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from hvdlite.ps.layouts.blocks import specs_of_words
 from hvdlite.ps.layouts.layout import rebalance
 from hvdlite.ps.scheduler.barrier import Barrier, CheckpointOrder
 from hvdlite.ps.scheduler.registry import Change, Registry, TableOptions
+from hvdlite.ps.scheduler.state_file import StateFile
 
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 8.0  # Several beats: servers come and go only while all members are heard of.
@@ -28,6 +27,7 @@ WARNING_SECONDS = 60.0  # For which a change waits until that is said, and until
 # A change takes so long at most, and twice as long each time that it was not enough; then all go on
 # for a while before it begins again.
 CHANGE_SECONDS, PAUSE_SECONDS = 15.0, 5.0
+MOST_AT_ONCE = 256  # Declarations that are written down together.
 # The role of the members that may send a request.
 ROLE_OF = {
     **dict.fromkeys(["declare", "barrier", "clocks", "scale", "turn", "over"], WORKER),
@@ -45,8 +45,8 @@ class Scheduler:
         self.membership = Membership(plan, outside.now())
         self.registry = Registry(plan.num_servers)
         self.left = 0  # How many workers have done their part.
-        self._state_file = state_file
-        self._is_unkept = False  # The file could not be written, and is to be.
+        self._file = StateFile(state_file, self._state)
+        self._declared: list[list[Any]] = []  # To be written before it is answered.
         self.barrier = Barrier()
         self._news: dict[str, Any] = {}  # That all members were told last.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
@@ -66,32 +66,45 @@ class Scheduler:
         self._obstacle, self._warns_at = "", 0.0  # To the change that is wanted.
         self._change_seconds = CHANGE_SECONDS
         self._change_begins = self._change_ends = 0.0  # At the earliest, and at the latest.
-        if state_file is not None:
-            state_file.parent.mkdir(parents=True, exist_ok=True)
-        if state_file is not None and state_file.exists():
-            state = json.loads(state_file.read_text())
-            self.membership.load(state["membership"], outside.now())
-            self.registry.load(state["registry"])
-            self._wanted, self._job = state["wanted"], state["job"]
-            self.barrier.load(state["met"])
-            self._turns = CheckpointOrder.again(*state["loads"])
-            self._number = state.get("number", 0)
-            self.membership.servers_in_use = self.registry.layout.num_servers
+        if (found := self._file.read()) is not None:
+            self._load(found.state)
+            for worker, name, specs, options in found.additions:
+                self.registry.declare(worker, name, specs_of_words(specs), TableOptions(*options))
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take back what `_state` has returned."""
+        self.membership.load(state["membership"], outside.now())
+        self.registry.load(state["registry"])
+        self._wanted, self._job = state["wanted"], state["job"]
+        self.barrier.load(state["met"])
+        self._turns = CheckpointOrder.again(*state["loads"])
+        self._number = state.get("number", 0)
+        self.membership.servers_in_use = self.registry.layout.num_servers
 
     def serve(self, ended: Callable[[], bool]) -> None:
         """Answer until `ended`, which is called at least twice a second."""
         while not ended():
-            received = self.listener.receive(LOOK_SECONDS)
-            answers = self.membership.tick(outside.now())
-            if received is not None:
-                answers += self.answer(*received)
+            answers = self._answers()
             self._look_at_change()
-            if self._is_unkept:
+            if self._file.unkept:
                 self._keep()
-            if self._is_unkept:  # Nobody hears what would be forgotten; all ask again.
+            self._keep_declared()
+            if self._file.unkept:  # Nobody hears what would be forgotten; all ask again.
                 continue
             for answer in [*answers, *self._tell()]:
                 self.listener.send(*answer)
+
+    def _answers(self) -> list[Answer]:
+        """Return the answers to a message, or to all declarations that are here."""
+        received = self.listener.receive(LOOK_SECONDS)
+        answers = self.membership.tick(outside.now())
+        left = MOST_AT_ONCE
+        while received is not None:
+            answers += self.answer(*received)
+            left -= 1
+            more = received[1].kind == "declare" and left > 0
+            received = self.listener.receive(0) if more else None
+        return answers
 
     def answer(self, peer: bytes, message: Message) -> list[Answer]:
         """Return the answers to a message: some may be for other peers, which have waited."""
@@ -140,7 +153,7 @@ class Scheduler:
         change = self._change
         if self._turns.load:
             return self._turns.look([peer for peer, _ in self._roll().values()])
-        if change is None and (self.registry.immovable() or wanted == layout.num_servers):
+        if change is None and (wanted == layout.num_servers or self.registry.immovable()):
             return
         if now < self._change_begins:
             return
@@ -168,7 +181,7 @@ class Scheduler:
         before = self.registry.layout, self.registry.version
         self.registry.change_to(change.layout)
         self._keep()
-        if self._is_unkept:  # It counts only when a scheduler that comes again knows of it.
+        if self._file.unkept:  # It counts only when a scheduler that comes again knows of it.
             self.registry.layout, self.registry.version = before
             return
         self.membership.servers_in_use = change.layout.num_servers
@@ -371,12 +384,14 @@ class Scheduler:
         member = self._member(peer)
         if "specs" not in message.body:
             return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
-        if self._change is not None and message.table not in self.registry.tables_of(member.number):
+        is_new = not self.registry.takes_part(member.number, message.table)
+        if self._change is not None and is_new:
             return []  # It is asked for again when the next layout counts.
         specs = specs_of_words(message.body["specs"])
         options = TableOptions(*message.body["options"])
         first_key, parts = self.registry.declare(member.number, message.table, specs, options)
-        self._keep()
+        if is_new:
+            self._declared.append([member.number, message.table, specs, list(options)])
         about = {
             "layout": self.registry.version, "servers": self.registry.layout.num_servers,
             "first": self.registry.first_of(message.table),
@@ -402,30 +417,26 @@ class Scheduler:
         return opened
 
     def _keep(self) -> None:
-        """Write down what must be known again; a file that is half written is never seen."""
-        if self._state_file is None:
-            return
-        state = {
+        """Write down what must be known again."""
+        self._declared.clear()  # They are a part of it.
+        self._file.write()
+
+    def _keep_declared(self) -> None:
+        """Write down the tables that were declared since, before anybody hears of them."""
+        declared, self._declared = self._declared, []
+        self._file.add(declared)
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "membership": self.membership.state(), "registry": self.registry.state(),
             "wanted": self._wanted, "job": self._job,
             "met": self.barrier.state(),
             "loads": self._turns.state(), "number": self._number,
         }  # fmt: skip
-        try:
-            outside.write_whole(self._state_file, [json.dumps(state).encode()])
-        except OSError as error:
-            if not self._is_unkept:
-                why = "the scheduler cannot write %s: %s; it is tried again until it can"
-                log.warning(why, self._state_file, error)
-            self._is_unkept = True
-        else:
-            self._is_unkept = False
 
     def forget(self) -> None:
         """Remove the file of a job that has come to its end."""
-        if self._state_file is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._state_file.unlink()
+        self._file.forget()
 
 
 def _words(error: Exception) -> str:

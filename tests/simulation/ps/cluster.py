@@ -137,6 +137,7 @@ class Cluster:
             (outside, "Condition", Condition),
             (outside, "Queue", Queue),
             (outside, "new_file", disks.new_file),
+            (outside, "longer_file", disks.longer_file),
             (outside, "sync", disks.sync),
             (outside, "replace", disks.replace),
             (outside, "sync_folder", disks.sync_folder),

@@ -15,10 +15,10 @@ SYNC_SECONDS = 1e-3
 class _File:
     """A file on the disk of a node."""
 
-    def __init__(self, node: Node, path: Path) -> None:
+    def __init__(self, node: Node, path: Path, mode: str) -> None:
         self._node, self.path = node, path
-        self._file = open(path, "wb")  # noqa: SIM115
-        node.files[path] = None
+        self._file = open(path, mode)  # noqa: SIM115
+        node.files.setdefault(path, self._file.tell())
 
     def __enter__(self) -> _File:
         return self
@@ -48,7 +48,14 @@ def _work(node: Node, seconds: float) -> None:
 def new_file(path: Path) -> _File:
     node = here.task.node
     _work(node, 0.0)
-    return _File(node, path)
+    node.files.pop(path, None)
+    return _File(node, path, "wb")
+
+
+def longer_file(path: Path) -> _File:
+    node = here.task.node
+    _work(node, 0.0)
+    return _File(node, path, "ab")
 
 
 def sync(file: BinaryIO | _File) -> None:
@@ -63,9 +70,9 @@ def replace(source: Path, target: Path) -> None:
     _work(node, node.slow)
     node.renames.append((source, target, target.read_bytes() if target.exists() else None))
     os.replace(source, target)
+    node.files.pop(target, None)
     if source in node.files:
-        del node.files[source]
-        node.files[target] = None
+        node.files[target] = node.files.pop(source)
 
 
 def sync_folder(path: Path) -> None:

@@ -50,7 +50,7 @@ class Node:
         self.tasks: list[Task] = []
         self.links: list[Link] = []
         self.listeners: list[SimulatedListener] = []
-        self.files: dict[Path, None] = {}  # That are not synchronized.
+        self.files: dict[Path, int] = {}  # That are not synchronized -> the bytes that are.
         self.renames: list[tuple[Path, Path, bytes | None]] = []  # Nor these, with what was there.
         self.ended: Callable[[BaseException | None], object] = lambda _error: None
 
@@ -109,9 +109,10 @@ class Node:
                 target.rename(source)
                 if old is not None:
                     target.write_bytes(old)
-        for path in self.files:
+        for path, safe in self.files.items():
             if path.exists():
-                os.truncate(path, lot.randint(0, path.stat().st_size))
+                size = path.stat().st_size
+                os.truncate(path, lot.randint(min(safe, size), size))
 
     def go_on(self) -> None:
         """Run again after a stop."""
