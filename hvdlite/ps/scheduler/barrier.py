@@ -144,10 +144,14 @@ class CheckpointOrder:
     def _about(self) -> dict[str, Any]:
         return {"loads": self.loads, "steps": dict(self.steps)}
 
+    def is_over(self, turn: int) -> bool:
+        """Return whether a turn is over; one that is not known is of another scheduler before."""
+        return turn < self.turn or (turn == self.turn and self._holder is None)
+
     def end(self, turn: int, steps: Mapping[str, Any] | None) -> None:
         """Take note that a turn is over, with these `steps` of each table where it was a load."""
-        if turn < self.turn or (turn == self.turn and self._holder is None):
-            return  # A turn that is not known is one of a scheduler from before this one.
+        if self.is_over(turn):
+            return
         self.turn, self._holder = turn, None
         if steps is not None:
             self.loads += 1

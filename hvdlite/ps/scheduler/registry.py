@@ -62,6 +62,7 @@ class Registry:
         self.layout = Layout((), (), num_servers)
         self.version = 1  # Of the layout: another number of servers makes another one.
         self.reached: dict[str, int] = {}  # The versions of tables that servers have told of.
+        self.loaded: dict[str, int] = {}  # Tables -> the turns of their last loads.
         self._tables: dict[str, _Table] = {}
 
     def reach(self, name: str, version: int) -> bool:
@@ -170,6 +171,7 @@ class Registry:
         return {
             "tables": tables, "parts": self.layout.parts, "itemsizes": self.layout.itemsizes,
             "servers": self.layout.num_servers, "version": self.version, "reached": self.reached,
+            "loaded": self.loaded,
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -181,6 +183,7 @@ class Registry:
             )  # fmt: skip
         self.layout = Layout.of(state["parts"], state["servers"], state["itemsizes"])
         self.version, self.reached = state["version"], state["reached"]
+        self.loaded = state.get("loaded", {})
 
 
 # Servers come and go while workers train: the decisions of the scheduler.

@@ -60,6 +60,7 @@ class Scheduler:
         # By which servers know whose snapshots they find.
         self._job = outside.random_bytes(8).hex()
         self._turns = CheckpointOrder()
+        self._loading: dict[Any, Any] = {}  # The servers that a load has found, as processes.
         self._number = 0  # The last one of a turn or a change; see `_next_number`.
         # What members have said in their beats: the layout in which they are, and their tables.
         self._standing: dict[bytes, tuple[int, frozenset[str]]] = {}
@@ -279,7 +280,8 @@ class Scheduler:
             return [_answer(peer, message, "failed", why="the change was given up")]
         parts, servers = change.layout.parts, change.layout.num_servers
         names = [*change.modes]
-        return [_answer(peer, message, "plan", parts=parts, servers=servers, tables=names)]
+        about = {"parts": parts, "servers": servers, "tables": names}
+        return [_answer(peer, message, "plan", **about, loaded=self.registry.loaded)]
 
     def _ready(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self._member(peer), self._changing(message)
@@ -319,7 +321,15 @@ class Scheduler:
         answers = self._turns.begin(self.membership.workers())
         if self._turns.turn > self._number or answers:
             self._take_number(self._turns.turn)
+        if answers:
+            self._loading = self._servers()
         return answers
+
+    def _servers(self) -> dict[tuple[str, int], tuple[bytes, int]]:
+        """Return which processes keep the tables."""
+        count = self.registry.layout.num_servers
+        keys = [(SERVER, number) for number in range(count)]
+        return {key: each for key, each in self._roll().items() if key in keys}
 
     def _next_number(self) -> int:
         """Return a number for a turn or a change, higher than those of all that came before it.
@@ -333,9 +343,18 @@ class Scheduler:
         self._keep()
 
     def _over(self, peer: bytes, message: Message) -> list[Answer]:
-        self._turns.end(message.body["turn"], message.body["steps"])
+        turn, steps = message.body["turn"], message.body["steps"]
+        loaded = steps is not None and self._loading == self._servers()
+        if steps is not None and not loaded and not self._turns.is_over(turn):
+            # A server has come again, perhaps after it had loaded: all of them load once more.
+            self._loading = self._servers()
+            return [_answer(peer, message, "done", loaded=False)]
+        if loaded:
+            for name in steps:
+                self.registry.loaded[name] = max(turn, self.registry.loaded.get(name, 0))
+        self._turns.end(turn, steps)
         self._keep()
-        return [_answer(peer, message, "done")]
+        return [_answer(peer, message, "done", loaded=True)]
 
     # -- requests
 
@@ -345,9 +364,9 @@ class Scheduler:
             raise ValueError(f"a {role_of(peer)} says that it is a {body['role']}")
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
         answers = self.membership.hello(peer, message.request, hello, outside.now())
-        reached = self.registry.reached
+        tables = {"reached": self.registry.reached, "loaded": self.registry.loaded}
         answers = [
-            Answer(to, each._replace(body={**each.body, **self._describe(), "reached": reached}))
+            Answer(to, each._replace(body={**each.body, **self._describe(), **tables}))
             if each.kind == "welcome"
             else Answer(to, each)
             for to, each in answers

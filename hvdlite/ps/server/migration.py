@@ -136,6 +136,7 @@ class Migration:
         """Note what is to be done, in the client; the server's thread looks at it later."""
         if message.kind == "plan":
             self._names = message.body["tables"]
+            self._server.loaded.update(message.body["loaded"])
             self._plan = Layout.of(message.body["parts"], message.body["servers"])
 
     def _send_tables(

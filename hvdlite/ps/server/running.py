@@ -68,7 +68,7 @@ def run_server(
             listener, new_updater, incarnation=welcome["incarnation"],
             workers=welcome["workers"], snapshots=folder, snapshot_every=settings.snapshot_every,
             records=records, layout=welcome["layout"],
-            reached=welcome["reached"],
+            reached=welcome["reached"], loaded=welcome["loaded"],
         )  # fmt: skip
         migration = Migration(server, welcome["number"], client, enrolment)
         ServerCheckpoints(server, welcome["number"])

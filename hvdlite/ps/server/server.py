@@ -38,6 +38,7 @@ class Server:
         incarnation: int, workers: Collection[int], snapshots: SnapshotFolder | None = None,
         snapshot_every: int = 0, records: Records = OFF,
         layout: int = 1, reached: Mapping[str, int] | None = None,
+        loaded: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.listener = listener
         self.layout = layout  # Its version, by which requests for an older one are known.
@@ -51,6 +52,7 @@ class Server:
         self._incarnation = incarnation
         self._snapshots, self._every = snapshots, snapshot_every
         self._reached = reached or {}  # The versions that tables had before this server has come.
+        self.loaded = dict(loaded or {})  # Tables -> the turns of their last loads.
         self.records = records
         self._saved: dict[str, int] = {}  # The version of the newest snapshot.
         self._worker_of: dict[bytes, int] = {}
@@ -81,6 +83,7 @@ class Server:
             described, self._new_updater(described), incarnation=self._incarnation
         )
         table.records, table.reached = self.records, self._reached.get(name, 0)
+        table.load = self.loaded.get(name, 0)
         table.others = lambda: [w for w, own in self._tables_of.items() if name not in own]
         if self.listener.memory is not None:
             table.copy_of = self.listener.memory.copy
@@ -190,9 +193,12 @@ class Server:
     def saved(self, name: str) -> SavedTable:
         return SavedTable(self.tables[name].described, self.tables[name].copy(), self.layout)
 
-    def replace(self, name: str, values: Sequence[Array], state: Mapping[str, Array]) -> None:
-        """Let a table have other values and another state, on disk, too, where it has snapshots."""
+    def take_loaded(
+        self, name: str, turn: int, values: Sequence[Array], state: Mapping[str, Array]
+    ) -> None:
+        """Let a table have what was loaded, on disk, too, where it has snapshots."""
         self.tables[name].replace(values, state)
+        self.tables[name].load = self.loaded[name] = turn
         if self._snapshots is not None:  # Before anybody hears of it: they have no newer version.
             self._saved[name] = self.tables[name].version
             self._snapshots.write(self.saved(name))

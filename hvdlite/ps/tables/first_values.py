@@ -19,6 +19,7 @@ class Start:
     version: int  # Of the values that it has; -1: first ones; -2: none, which others have.
     enters: int | None = None  # It takes part from this step on, whatever was here of it.
     first: int | None = None  # The worker whose first values all servers take.
+    load: int = 0  # The load after which its values were pulled; 0: none.
 
 
 class Starts:
@@ -27,6 +28,7 @@ class Starts:
     def __init__(self) -> None:
         self.waiting: dict[int, Start] = {}
         self.wanted: int | None = None  # The worker whose values are awaited.
+        self.load = 0  # The last load of the table: what was pulled before is no value of it.
 
     def add(self, worker: int, start: Start) -> None:
         """Take note of a worker that waits, perhaps again."""
@@ -61,7 +63,12 @@ class Starts:
         return self.waiting[chosen]
 
     def _offers(self, workers: Collection[int]) -> list[int]:
-        return [w for w, each in self.waiting.items() if each.version >= -1 and w in workers]
+        load = max([self.load, *(each.load for each in self.waiting.values())])
+        return [
+            worker
+            for worker, each in self.waiting.items()
+            if each.version >= -1 and each.load == load and worker in workers
+        ]
 
     def _first_of(
         self, offers: Sequence[int], workers: Collection[int], others: Collection[int]

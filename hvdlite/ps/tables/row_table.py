@@ -84,13 +84,14 @@ class RowTable(Table):
         if not self.begun and not self._starts.waiting.keys().isdisjoint(workers):
             if self._restored:
                 self.begun = True
-            elif version := max(self.reached, *(s.version for s in self._starts.waiting.values())):
+                return super().look(workers)
+            version = max(self.reached, *(s.version for s in self._starts.waiting.values()), 0)
+            if version or self.load:
                 raise self._lost_error(version)
-            else:
-                self.updater.begin([])
-                for number in workers:
-                    self.clocks.finished.setdefault(number, self.version)
-                self.begun = True
+            self.updater.begin([])
+            for number in workers:
+                self.clocks.finished.setdefault(number, self.version)
+            self.begun = True
         return super().look(workers) if self.begun else []
 
     def _gradients_of(self, message: Message) -> list[Array]:

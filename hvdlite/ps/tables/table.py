@@ -4,7 +4,7 @@ A table is begun by the values of a worker, or by a snapshot. After a snapshot i
 workers that take part in it, since one of them may have pulled newer values than the snapshot has;
 those are taken. A worker that has gone further than even they fails: `rolled_back`. A table that
 had a version before, of which neither a snapshot nor a worker has anything, is not begun again with
-first values: `TableLostError`.
+first values: `TableLostError`. Nor is one that was loaded begun with what was pulled before that.
 
 This module never sends, sleeps or reads a clock.
 """
@@ -85,6 +85,15 @@ class Table:
     def version(self) -> int:
         return self.clocks.version
 
+    @property
+    def load(self) -> int:
+        """The turn of the last load of this table; 0: there was none."""
+        return self._starts.load
+
+    @load.setter
+    def load(self, turn: int) -> None:
+        self._starts.load = turn
+
     # -- the beginning
 
     def restore(self, saved: Saved, *, goes_back: bool = False) -> None:
@@ -139,7 +148,7 @@ class Table:
         body = message.body
         start = Start(
             peer, message.request, body.get("clock"), body.get("version", -1),
-            body.get("enters"), body.get("first"),
+            body.get("enters"), body.get("first"), body.get("load", 0),
         )  # fmt: skip
         self._starts.add(worker, start)
         if not self._numbers and body.get("numbers"):
@@ -158,7 +167,7 @@ class Table:
         # Who waits may have left meanwhile, or be lost: it needs no values any more.
         if self._workers.isdisjoint(starts.waiting) or starts.is_awaited(workers):
             return []
-        is_lost = self.reached > 0 and not self._restored
+        is_lost = (self.reached > 0 or self.load > 0) and not self._restored
         if (self._restored or is_lost or self._lost_steps()) and starts.missing(workers, others):
             return []
         if is_lost and starts.newest(workers) < 0:
@@ -169,10 +178,12 @@ class Table:
         return [] if start is None else [self._answer(start.peer, start.request, "wanted")]
 
     def _lost_error(self, version: int) -> TableLostError:
+        loaded = " and was loaded" if self.load else ""
         return TableLostError(
-            f"the table '{self.name}' had version {version}, and its server has come again: no "
-            "snapshot and no worker has its values. Go on from a checkpoint (ps.load) in another "
-            "job, and give --ps-snapshot so that a server that is lost has something to return to"
+            f"the table '{self.name}' had version {version}{loaded}, and its server has come "
+            "again: no snapshot and no worker has its values. Go on from a checkpoint (ps.load) in "
+            "another job, and give --ps-snapshot so that a server that is lost has something to "
+            "return to"
         )
 
     def _lost_steps(self) -> bool:
@@ -197,7 +208,7 @@ class Table:
         start = self._starts.waiting[worker]
         start.peer, start.request = peer, message.request
         self.updater.begin(values)
-        self.clocks.version = max(start.version, 0)
+        self.clocks.version, self.load = max(start.version, 0), max(start.load, self.load)
         finished, sync = self.clocks.finished, self.clocks.mode.name == SYNC
         if sync:  # The values have all steps before their version: nobody makes one of them again.
             finished.update({each: max(step, self.version) for each, step in finished.items()})
@@ -336,7 +347,8 @@ class Table:
         self._record("pull", worker, clock, stale, _nbytes_of(values))
         payloads = [memoryview(array.reshape(-1).view(np.uint8).data) for array in values]
         words = "values", pull.message.request, self.name, version, self._incarnation
-        return Answer(pull.peer, Message(*words, {"stale": stale}, payloads))
+        body = {"stale": stale, "load": self.load} if self.load else {"stale": stale}
+        return Answer(pull.peer, Message(*words, body, payloads))
 
     # -- parts
 

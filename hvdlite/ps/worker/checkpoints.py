@@ -24,7 +24,10 @@ Steps = dict[str, tuple[int, Sequence[tuple[int, int]]]]
 
 
 class _AgainError(Exception):
-    """A server has moved tables meanwhile, or has come again: all phases are to be made anew."""
+    """A server has moved tables meanwhile, or has come again: all phases are to be made anew.
+
+    One that has come again after its last phase has lost what it had loaded: the scheduler says so.
+    """
 
 
 class _OvertakenError(Exception):
@@ -76,7 +79,7 @@ def _in_turn(
         except _OvertakenError:
             continue
         finally:
-            worker.ask(Message("over", body={"turn": turn, "steps": steps if loads else None}))
+            worker.ask(Message("over", body={"turn": turn, "steps": None}))
 
 
 def _tables_of(worker: Worker, done: str) -> dict[str, TableShards]:
@@ -140,13 +143,17 @@ class _Phases:
         answers = self.run("read", tables=self._tables, servers=self._servers)
         clocks = self._clocks_of_all(said, answers)
         self.run("apply", clocks=clocks)
-        return {
+        steps_before: Steps = {
             name: (
                 steps - self._named[name].clock,
                 [(worker, steps - clock) for worker, clock in clocks.get(name, ())],
             )
             for name, steps in answers[0]["steps"].items()
         }
+        over = Message("over", body={"turn": self._attempt[0], "steps": steps_before})
+        if not self._worker.ask(over).body["loaded"]:
+            raise _AgainError
+        return steps_before
 
     def _clocks_of_all(
         self, said: Iterable[tuple[int, Mapping[str, int]]], answers: Answers

@@ -44,6 +44,7 @@ class Shard:
         self._kinds = kinds  # "_rows" where it is a table of rows.
         self.table, self.server, self._worker = table, server, worker
         self.version = -1  # Of the last values that were pulled.
+        self.load = 0  # The last load that they have.
         self.clock = 0  # Of the next step.
         # The clock that the server has given first, or had when another one lost steps. Steps
         # before it are made again, and the server that has them must not let them count twice.
@@ -131,10 +132,13 @@ class Shard:
         if self.is_used:
             self._say_start()
 
-    def take_over(self, other: Shard, version: int, pulled: Sequence[Buffer] | None) -> None:
+    def take_over(
+        self, other: Shard, version: int, load: int, pulled: Sequence[Buffer] | None
+    ) -> None:
         """Stand where `other` is, which is a shard of an older layout, with the values `pulled`."""
         self.clock, self._numbers, self.is_used = other.clock, other._numbers, True
         self.version, self.pulled = (version, pulled) if pulled is not None else (-1, None)
+        self.load = load
 
     def retire(self) -> None:
         """End what waits here: all pushes have come, and pulls are to be made anew."""
@@ -217,6 +221,7 @@ class Shard:
                 self._record(kind, message)
             if message.kind == "values":
                 self.pulled, self.version = message.payloads, message.clock
+                self.load = message.body.get("load", 0)
                 if self._push is not None and self._push.message.clock < self.clock:
                     self._end("push", message)
                     self._push = None
@@ -290,7 +295,8 @@ class Shard:
     def _say_start(self) -> None:
         body: dict[str, Any] = {
             "worker": self._worker, "table": self._description, "version": self.version,
-            "numbers": self._numbers, "first": self.first, **self._extra,
+            "numbers": self._numbers, "first": self.first,
+            "load": self.load if self.version >= 0 else 0, **self._extra,
         }  # fmt: skip
         if self._on_start is None:
             body["clock"] = self.clock if self._push is None else self._push.message.clock

@@ -274,9 +274,10 @@ class TableShards:
         the new ones.
         """
         old, version, pulled = self._shards, self.version, self._pulled()
+        load = min(shard.load for shard in old)
         shards = self._new_shards(answer)
         for server, shard in enumerate(shards):
-            shard.take_over(old[min(server, len(old) - 1)], version, pulled(server))
+            shard.take_over(old[min(server, len(old) - 1)], version, load, pulled(server))
         self._shards, self.layout = shards, answer.body["layout"]
         for shard in old:
             shard.retire()
