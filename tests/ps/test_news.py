@@ -6,10 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import WORKER, ClusterSettings
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.server.migration import Migration
+from hvdlite.ps.worker.layout_follower import LayoutFollower
 
 
 class Counted(dict[str, Any]):
@@ -22,13 +25,14 @@ class Counted(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def test_a_server_looks_at_a_table_when_something_happens_to_it() -> None:
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_a_server_looks_at_a_table_when_something_happens_to_it(wanted: int) -> None:
     server = SimpleNamespace(
         tables=Counted(), fresh=set(), touched=set(), layout=1, set_handler=Mock()
     )
     client, many = Mock(), 300
     migration = Migration(server, 0, client, Mock())  # type: ignore[arg-type]
-    news: dict[str, Any] = {"layout": 1, "change": None}
+    news: dict[str, Any] = {"layout": 1, "change": None, "wanted": wanted, "layout_servers": 1}
     migration.look(news)
     names = [f"t{number}" for number in range(many)]
     server.tables.update({name: SimpleNamespace(begun=False, version=0) for name in names})
@@ -40,7 +44,8 @@ def test_a_server_looks_at_a_table_when_something_happens_to_it() -> None:
             migration.look(news)
             migration.look(news)
     assert not server.fresh
-    assert client.call.call_count == 1 + 2 * many  # Each begins, and has its first update.
+    # Each has its first update; that it has begun is told at once where a change waits for it.
+    assert client.call.call_count == (1 + many if wanted == 1 else 2 + 2 * many)
     assert server.tables.looks <= 8 * many
 
 
@@ -59,3 +64,26 @@ def test_what_is_new_while_a_beat_is_under_way_is_told_by_one_more() -> None:
     enrolment._beat()
     enrolment._beat()
     assert send.call_count == 3
+
+
+def test_a_worker_tells_of_each_table_only_where_a_change_waits_for_it() -> None:
+    tell = Mock()
+    follower = LayoutFollower(Mock(), tell, lambda: 0)
+    news: dict[str, Any] = {"layout": 1, "layout_servers": 1, "change": None, "load": 0}
+
+    def add(names: str) -> int:
+        tell.reset_mock()
+        for name in names:
+            table = Mock(layout=1)
+            table.name = name
+            assert follower.add(table)
+        return int(tell.call_count)
+
+    follower.hear({**news, "wanted": 1})
+    assert add("abc") == 0
+    follower.hear({**news, "wanted": 2})
+    assert tell.call_count == 1  # Of those that it has.
+    assert set(follower.standing()["tables"]) == set("abc")
+    assert add("def") == 3
+    follower.hear({**news, "wanted": 1})
+    assert add("ghi") == 0

@@ -137,7 +137,7 @@ class Scheduler:
     def _describe(self) -> dict[str, Any]:
         return self.membership.describe() | {
             "job": self._job, "layout": self.registry.version,
-            "layout_servers": self.registry.layout.num_servers,
+            "layout_servers": self.registry.layout.num_servers, "wanted": self._wanted,
             "change": None if self._change is None else self._change.describe(),
             "load": self._turns.load,
         }  # fmt: skip

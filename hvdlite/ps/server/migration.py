@@ -37,6 +37,7 @@ class Migration:
         self._deliveries: dict[str, _Delivery] = {}  # By address.
         self._staged: list[SavedTable] | None = None
         self._has_told = False  # The scheduler what this server has, for the border.
+        self._is_awaited = False  # A change waits until all have begun their tables.
         # What the scheduler has been told: the layout, and tables that have begun.
         self._told_layout, self._told = 0, set[str]()
         server.set_handler("take", self._take)
@@ -46,6 +47,9 @@ class Migration:
         """Do what can be done, as the scheduler's latest news say."""
         if news.get("layout", 0) > self._server.layout:
             self._switch(news["layout"])
+        was_awaited, self._is_awaited = self._is_awaited, _is_awaited(news)
+        if self._is_awaited and not was_awaited:
+            self._client.call(self._tell)
         self._tell_news()
         change = news.get("change")
         if change is None:
@@ -67,7 +71,10 @@ class Migration:
             self._stage(self._plan, range(change["old_servers"]))
 
     def _tell_news(self) -> None:
-        """Tell the scheduler of tables that have begun, of first updates, and of the layout."""
+        """Tell the scheduler of first updates, of the layout, and of tables where it awaits them.
+
+        Else the next beat says which have begun: each names all tables.
+        """
         server, is_other = self._server, self._server.layout != self._told_layout
         if not server.touched and not is_other:
             return
@@ -75,7 +82,7 @@ class Migration:
         begun = {name for name in touched if server.tables[name].begun}
         updated = {name for name in begun if server.tables[name].version}
         server.fresh -= updated
-        if is_other or updated or begun != self._told & touched:
+        if is_other or updated or (self._is_awaited and begun != self._told & touched):
             self._client.call(self._tell)
         self._told_layout, self._told = server.layout, (self._told - touched) | begun
 
@@ -206,6 +213,10 @@ class Migration:
         numbers = next((source.saved.numbers for source in ordered if source.saved.numbers), [])
         saved = Saved(values, state, version, finished, numbers)
         return SavedTable(described, saved, self._server.layout + 1)
+
+
+def _is_awaited(news: Mapping[str, Any]) -> bool:
+    return bool(news.get("wanted", 0) != news.get("layout_servers", 0))
 
 
 class _Delivery:

@@ -28,6 +28,7 @@ class LayoutFollower:
         self._tell = tell  # Lets the scheduler hear of `standing`.
         self._tables: dict[str, TableShards] = {}
         self._version = 0  # Of the layout in which the tables are.
+        self._is_awaited = False  # A change waits until all have begun their tables.
         self._change = 0  # The identity of the change, or the turn of a load, that is under way.
         self._is_load = False
         self._clocks: dict[str, int] = {}  # Of tables that are quiet.
@@ -40,7 +41,8 @@ class LayoutFollower:
         self._tables[table.name] = table
         if self._change:
             self._close(table)
-        self._tell()
+        if self._is_awaited:  # Else the next beat says it: each names all tables.
+            self._tell()
         return True
 
     def standing(self) -> dict[str, Any]:
@@ -50,6 +52,9 @@ class LayoutFollower:
     def hear(self, body: Mapping[str, Any]) -> None:
         """Take the scheduler's latest news."""
         self._version = self._version or body["layout"]
+        was_awaited, self._is_awaited = self._is_awaited, body["wanted"] != body["layout_servers"]
+        if self._is_awaited and not was_awaited:
+            self._tell()
         if body["layout"] > self._version:
             if self._moving is None:
                 self._move(body["layout"])
