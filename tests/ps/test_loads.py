@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdlite.ps.connections.messages import Message
-from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.tables.clocks import ASYNC, SSP
 from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import (
@@ -28,7 +28,7 @@ from tests.ps.test_scaling import Added
 
 NewCluster = Callable[..., Cluster]
 MODES = pytest.mark.parametrize(
-    ("mode", "staleness"), [(SYNC, None), (ASYNC, None), (SSP, 1)], ids=["sync", "async", "ssp"]
+    ("mode", "staleness"), [(ASYNC, None), (SSP, 1)], ids=["async", "ssp"]
 )
 
 
@@ -64,7 +64,7 @@ def test_a_worker_makes_a_step_again_that_one_server_had_before_a_load(
     assert again.table.clock == 0
     in_threads(*[lambda t=each: add_ones(t, lambda: t.table.clock == 3) for each in (first, again)])
     first.table.pull(first.values)
-    assert added_up(first) == {3.0 if mode == SYNC else 6.0}
+    assert added_up(first) == {6.0}
 
 
 @pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 9)])
@@ -95,7 +95,7 @@ def test_each_worker_counts_on_from_the_step_that_was_saved(
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 1)])
+@MODES
 def test_a_push_amid_a_load_counts_on_all_servers(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, mode: str, staleness: int | None,
     restarts: bool,

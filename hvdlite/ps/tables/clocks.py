@@ -86,24 +86,18 @@ class Clocks:
         """Let the others go on without a worker. What it has pushed counts."""
         self.finished.pop(worker, None)
 
-    def go_back(self, worker: int, clock: int) -> int:
-        """Forget the steps of sync that a worker makes again, and that are no part of an update.
+    def stand(self, clocks: Mapping[int, int]) -> None:
+        """Have workers at these steps: the values that were loaded have no push of them.
 
-        The weights with which it made them may be others than those that it has now. Return its
-        clock.
+        What a worker has pushed of later ones in sync, which is no part of an update yet, it makes
+        again.
         """
-        clock = max(clock, self.version)
-        if self.mode.name == SYNC and self.finished[worker] > clock:
-            self.finished[worker] = clock
-            for step in [each for each in self.present if each >= clock]:
+        for worker in self.finished.keys() & clocks.keys():
+            self.finished[worker] = clocks[worker]
+            for step in [each for each in self.present if each >= clocks[worker]]:
                 self.present[step].discard(worker)
                 if not self.present[step]:
                     del self.present[step]
-        return self.finished[worker]
-
-    def stand(self, clocks: Mapping[int, int]) -> None:
-        """Have workers at these steps: the values that were loaded have no push of them."""
-        self.finished.update({w: clock for w, clock in clocks.items() if w in self.finished})
 
     def push(self, worker: int, clock: int) -> bool:
         """Take note of the push of step `clock`; return False for one that was here before.

@@ -17,7 +17,7 @@ class Start:
     request: int
     clock: int | None  # Its next step; None: it has none, and takes the one that it is given.
     version: int  # Of the values that it has; -1: first ones; -2: none, which others have.
-    enters: int | None = None  # It takes part from this step on, whatever was here of it.
+    enters: int = 0  # It takes part from this step on, and not before.
     first: int | None = None  # The worker whose first values all servers take.
     load: int = 0  # The load after which its values were pulled; 0: none.
 

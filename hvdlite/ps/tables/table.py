@@ -148,7 +148,7 @@ class Table:
         body = message.body
         start = Start(
             peer, message.request, body.get("clock"), body.get("version", -1),
-            body.get("enters"), body.get("first"), body.get("load", 0),
+            body.get("enters", 0), body.get("first"), body.get("load", 0),
         )  # fmt: skip
         self._starts.add(worker, start)
         if not self._numbers and body.get("numbers"):
@@ -255,9 +255,7 @@ class Table:
             body: dict[str, Any] = {
                 "clock": self.clocks.enter(worker), "is_known": is_known, "of": self._of
             }  # fmt: skip
-            if start.enters is not None and start.enters < body["clock"]:
-                body["clock"] = self.clocks.go_back(worker, start.enters)
-            elif start.enters is not None:
+            if start.enters > body["clock"]:
                 body["clock"] = self.clocks.finished[worker] = start.enters
             answers.append(self._answer(start.peer, start.request, kind, body))
         self._starts.waiting.clear()

@@ -161,11 +161,14 @@ class _Phases:
         """Return where all servers are to have the workers, which hold their pushes back.
 
         A worker that has come again makes the steps again that some servers have. It may not have
-        said so yet: it begins at the lowest step that servers know of it. In sync these are no part
-        of an update; see `Clocks.go_back`.
+        said so yet: it begins at the lowest step that servers know of it. In sync nobody holds
+        pushes back, and this worker alone knows where it stands.
         """
         found = {}
-        for name in [name for name, table in self._named.items() if not table.is_sync]:
+        for name, table in self._named.items():
+            if table.is_sync:
+                found[name] = [(self._worker.number, table.clock)]
+                continue
             clocks: dict[int, int] = {}
             for worker, clock in [each for answer in answers for each in answer["clocks"][name]]:
                 clocks[worker] = min(clock, clocks.get(worker, clock))

@@ -84,7 +84,7 @@ class Shard:
             self._fail_all(self._error)
 
     def enter_at(self, clock: int, done: Callable[[Message | Exception], None]) -> None:
-        """Take part from the step `clock` on, which is another one than the server has given."""
+        """Take part from the step `clock` on, which is a later one than the server has given."""
         self._extra = {"enters": clock}
         self.start(done)
 

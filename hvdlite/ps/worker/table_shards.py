@@ -159,14 +159,13 @@ class TableShards:
         # A server that has forgotten it has lost steps that it makes again, and that the others
         # drop. Where another one stands behind such a server, it makes those that are missing
         # there in sync, which waits for them.
-        is_again = bool(known) and (self.is_sync or max(new, default=0) <= min(known))
-        clock = self.clock if is_again else top
-        if not is_again or self.is_sync:
-            others = [shard for shard in self._shards if shard.clock != clock]
-            for handle in [self._client.ask(partial(shard.enter_at, clock)) for shard in others]:
-                handle.wait()
-        for shard in self._shards if is_again else ():
-            shard.clock = clock
+        if known and (self.is_sync or max(new, default=0) <= min(known)):
+            for shard in self._shards:
+                shard.clock = self.clock
+            return
+        behind = [shard for shard in self._shards if shard.clock < top]
+        for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
+            handle.wait()
 
     def _offer(self, wanted: Shard) -> None:
         """Give first values to a server, in the client; before, to those that have others.
