@@ -139,6 +139,50 @@ def test_a_push_that_a_rollback_overtakes_fails_at_all_servers(
         handle.wait()
 
 
+def test_a_worker_that_has_come_again_loses_no_step_that_it_did_not_make(
+    new_cluster: NewCluster,
+) -> None:
+    """Its first pull waits for a step that its process before pushed, and that is lost then."""
+    cluster = new_cluster(1, 2, every=1)
+    first, second = trainers(cluster, 2)
+    in_threads(lambda: first.train(5), lambda: second.train(5))
+    assert first.push().ended_within(LIMIT_SECONDS)
+    first.worker.close()
+    worker = cluster.worker("worker 0", 0)
+    pulled: list[Trainer] = []
+    pulling = threading.Thread(target=lambda: pulled.append(Trainer(worker)))
+    pulling.start()
+    wait_until(lambda: "t" in worker.named and worker.named["t"]._shards[0].waits)
+    assert worker.named["t"].clock == 6
+    cluster.restart_server(0)  # Its snapshot has no push of a step that is open.
+    pulling.join(LIMIT_SECONDS)
+    (again,) = pulled
+    assert again.table.clock == 5
+    in_threads(lambda: again.train(9), lambda: second.train(9))
+    assert [bits(each.values) for each in (again, second)] == [train_in_one(9, both)] * 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_worker_that_leaves_a_step_half_pushed_is_told(
+    new_cluster: NewCluster, caplog: pytest.LogCaptureFixture, again: bool
+) -> None:
+    cluster = new_cluster(2, 2)
+    first, second = trainers(cluster, 2)
+    shard, ended = first.table._shards[1], threading.Event()
+    payloads = first.table._cut(first.values, 1)
+    first.worker._client.call(lambda: shard.push({}, payloads, lambda _: ended.set()))
+    assert ended.wait(LIMIT_SECONDS)
+    first.worker.close()
+    third = Trainer(cluster.worker("worker 0", 0))
+    assert third.table.is_half_pushed and third.table.clock == 0
+    if again:
+        in_threads(lambda: third.train(1), lambda: second.train(1))
+    third.worker.leave()
+    told = [each.message for each in caplog.records if "leaves" in each.message]
+    assert [text.partition(",")[0] for text in told] == ([] if again else ["worker 0 leaves"])
+    assert again or "its push of step 0 of the table 't', which others have not" in told[0]
+
+
 def test_a_server_that_does_not_return_ends_the_job_and_is_named(new_cluster: NewCluster) -> None:
     cluster = new_cluster(2, 2, server_seconds=0.3)
     first, second = trainers(cluster, 2)

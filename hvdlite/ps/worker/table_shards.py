@@ -103,6 +103,9 @@ class TableShards:
         self.is_sync = options.mode == SYNC
         self.gate = Gate(lambda: self.clock, lambda: any(each.failed for each in self._shards))
         self._rolled_back: PsRolledBack | None = None
+        self.has_pushed = False
+        # A process of this worker that has ended has pushed its next step to some servers alone.
+        self.is_half_pushed = False
         self.steps_before = 0  # Of a training that was loaded: its steps are not counted again.
         self.on_load: Callable[[], object] | None = None  # Pulls the values that were loaded.
         try:
@@ -160,6 +163,7 @@ class TableShards:
         # drop. Where another one stands behind such a server, it makes those that are missing
         # there in sync, which waits for them.
         if known and (self.is_sync or max(new, default=0) <= min(known)):
+            self.is_half_pushed = top > self.clock
             for shard in self._shards:
                 shard.clock = self.clock
             return
@@ -253,6 +257,7 @@ class TableShards:
         for shard, push in zip(self._shards, pushes, strict=True):
             begin = partial(self._unless_rolled_back, push)
             begins.append(partial(shard.operations.push, begin) if in_order else begin)
+        self.has_pushed, self.is_half_pushed = True, False
         handle = self._client.ask_all(begins)
         handle.on_end(self.gate.answered)
         return handle

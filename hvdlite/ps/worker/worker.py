@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.logs import log
 from hvdlite.common.runtime.current import find as find_runtime
 from hvdlite.common.runtime.current import this_process
 from hvdlite.ps.cluster.enrolment import Enrolment
@@ -195,6 +196,12 @@ class Worker:
 
     def leave(self) -> None:
         """Let the others go on without this worker, and end its connections."""
+        for table in [each for each in self.named.values() if each.is_half_pushed]:
+            log.warning(
+                f"worker {self.number} leaves, and some servers have its push of step "
+                f"{table.clock} of the table '{table.name}', which others have not: the parts of "
+                "the table differ by it. A worker that has come again is to make that step again"
+            )
         for server in [each for each in [*self._servers.values()] if each.is_used]:
             self._client.ask(server.leave).ended_within(5.0)
         self._enrolment.leave()

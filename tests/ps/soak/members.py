@@ -136,8 +136,10 @@ class Member:
 
     def _step_while(self, holds: Callable[[int], bool]) -> None:
         while True:
-            clocks = {table.clock for table in self._training.tables}
-            if len(clocks) == 1 and not holds(min(clocks)):
+            tables = self._training.tables
+            clocks = {table.clock for table in tables}
+            whole = len(clocks) == 1 and not any(table.is_half_pushed for table in tables)
+            if whole and not holds(min(clocks)):
                 return
             self._training.step(self._life, min(clocks), self._worker)
 
