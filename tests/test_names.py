@@ -183,7 +183,7 @@ def test_a_framework_is_imported_only_for_its_own_users() -> None:
 @pytest.mark.parametrize(
     ("backend", "other"),
     [
-        pytest.param("torch", "tensorflow", marks=pytest.mark.elsewhere),
+        pytest.param("torch", "tensorflow", marks=pytest.mark.soak),
         ("tensorflow", "torch"),
         pytest.param("jax", "tensorflow", marks=pytest.mark.jax),
     ],
