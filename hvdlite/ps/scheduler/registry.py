@@ -186,6 +186,11 @@ class Registry:
         self.loaded = state.get("loaded", {})
 
 
+def is_change_awaited(news: Mapping[str, Any]) -> bool:
+    """Return whether a change of servers, by the scheduler's news, waits until all have tables."""
+    return bool(news.get("wanted", 0) != news.get("layout_servers", 0))
+
+
 # Servers come and go while workers train: the decisions of the scheduler.
 #
 # A change is a barrier. It begins only when every member is there, is in the present layout, and

@@ -189,7 +189,7 @@ class ServerCheckpoints:
 
     def _apply(self, body: Body) -> dict[str, Any]:
         for each in self._was_read:
-            self._server.tables[each.name].clocks.stand(dict(body["clocks"].get(each.name, ())))
+            self._server.tables[each.name].clocks.stand(dict(body["clocks"][each.name]))
             self._server.take_loaded(each.name, self._attempt[0], each.values, each.state)
         self._was_read = []
         return {}

@@ -17,6 +17,7 @@ from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.layouts.layout import Layout
+from hvdlite.ps.scheduler.registry import is_change_awaited
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.saved import SavedTable, join
@@ -47,7 +48,7 @@ class Migration:
         """Do what can be done, as the scheduler's latest news say."""
         if news.get("layout", 0) > self._server.layout:
             self._switch(news["layout"])
-        was_awaited, self._is_awaited = self._is_awaited, _is_awaited(news)
+        was_awaited, self._is_awaited = self._is_awaited, is_change_awaited(news)
         if self._is_awaited and not was_awaited:
             self._client.call(self._tell)
         self._tell_news()
@@ -213,10 +214,6 @@ class Migration:
         numbers = next((source.saved.numbers for source in ordered if source.saved.numbers), [])
         saved = Saved(values, state, version, finished, numbers)
         return SavedTable(described, saved, self._server.layout + 1)
-
-
-def _is_awaited(news: Mapping[str, Any]) -> bool:
-    return bool(news.get("wanted", 0) != news.get("layout_servers", 0))
 
 
 class _Delivery:

@@ -146,7 +146,7 @@ class _Phases:
         steps_before: Steps = {
             name: (
                 steps - self._named[name].clock,
-                [(worker, steps - clock) for worker, clock in clocks.get(name, ())],
+                [(worker, steps - clock) for worker, clock in clocks[name]],
             )
             for name, steps in answers[0]["steps"].items()
         }

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.scheduler.registry import is_change_awaited
 from hvdlite.ps.worker.table_shards import TableShards
 
 Request = Callable[[Message, Callable[[Message], None]], None]
@@ -52,7 +53,7 @@ class LayoutFollower:
     def hear(self, body: Mapping[str, Any]) -> None:
         """Take the scheduler's latest news."""
         self._version = self._version or body["layout"]
-        was_awaited, self._is_awaited = self._is_awaited, body["wanted"] != body["layout_servers"]
+        was_awaited, self._is_awaited = self._is_awaited, is_change_awaited(body)
         if self._is_awaited and not was_awaited:
             self._tell()
         if body["layout"] > self._version:
