@@ -22,8 +22,9 @@ SETTINGS = {
     "spark.executor.memory": "512m",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
-    # By default Spark looks for free slots every 15 s; the executors need some seconds to come.
-    "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "30",
+    # By default Spark looks for free slots every 15 s; executors need some seconds to come, and on
+    # a busy machine half a minute.
+    "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "120",
     "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
 }
 
