@@ -165,6 +165,24 @@ FOUND: list[tuple[str, Any]] = [
             blows=(Blow(0.35393909146207664, "fill", "server 0", seconds=1.714685953968538),),
         ),
     ),
+    # A server that had just got a table from others made an update of it that nobody had pulled
+    # before, and gave its result to a worker that had to make that step again.
+    (
+        "ps",
+        PsProgram(
+            8004574,
+            servers=1,
+            workers=2,
+            steps=2,
+            part_bytes=24,
+            bytes_per_second=1e6,
+            pause=0.3,
+            blows=(
+                Blow(0.0, "kill", "worker 1", seconds=0.009611916737833102, sends=19),
+                Blow(0.10288258920752164, "join", "server 1", seconds=0.0078125),
+            ),
+        ),
+    ),
     # A host that failed at each of its starts was tried for ever: each time it was used again, the
     # time for which slots may be missing began anew.
     ("elastic", make_elastic_program(12485)),

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.layouts.blocks import Array, dtype_of
-from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.row_store import RowShare, RowStore
 from hvdlite.ps.tables.table import Table
 from hvdlite.ps.tables.updater import Updater, wide_dtype
@@ -118,11 +117,9 @@ class RowTable(Table):
         ids, rows = gradients
         return [ids, *super()._scaled([rows])]
 
-    def _update(self, gradients: list[Array] | None) -> None:
-        if self.clocks.mode.name == SYNC:
-            ids = np.empty(0, np.int64) if gradients is None else gradients[0]
-            self._before = self.version, ids, self.updater.take(ids)
-        super()._update(gradients)
+    def _keep(self, gradients: list[Array] | None) -> None:
+        ids = np.empty(0, np.int64) if gradients is None else gradients[0]
+        self._before = self.version, ids, self.updater.take(ids)
 
     def _values_for(self, pull: Message) -> tuple[int, Sequence[Array]]:
         """Return rows; in sync they are those that the step of the pull begins with."""

@@ -234,8 +234,6 @@ class Table:
 
     def _begin(self) -> list[Answer]:
         self.begun = True
-        if self._restored and self.clocks.mode.name == SYNC:
-            self._values_of(self.version)  # For a worker that returns when others have gone on.
         return self._welcome() + self._go_on()
 
     def _welcome(self) -> list[Answer]:
@@ -384,11 +382,20 @@ class Table:
         return self._totals[number]
 
     def _update(self, gradients: list[Array] | None) -> None:
+        if self.clocks.mode.name == SYNC:
+            self._keep(gradients)
         self.records.begin("update", self.name)
         if gradients is not None:
             self.updater.step(gradients, self._numbers)
         self.clocks.update()
         self.records.end("update", self.name, version=self.version)
+
+    def _keep(self, _gradients: list[Array] | None) -> None:
+        """Keep the values of this version, for a worker that has to make this step again.
+
+        Mostly they were pulled, and are there; not so where the table has just come here.
+        """
+        self._values_of(self.version)
 
     def _values_for(self, pull: Message) -> tuple[int, Sequence[Array]]:
         """Return a version, and its values in memory that the next update does not touch.
