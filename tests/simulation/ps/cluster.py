@@ -98,7 +98,7 @@ class Cluster:
                 self.world.after(self.latency(), lambda: self._refuse(caller, "nobody is there"))
             elif (caller.role, caller.token) != (listener.role, listener.token):
                 self.world.after(self.latency(), lambda: self._refuse(caller, "it is another"))
-            elif caller.node.lives:
+            elif caller.dials and caller.node.lives:
                 link = caller.opens = Link(caller, listener)
                 listener.let_in(link)
                 begin = partial(caller.loop.post, partial(caller.begin, link))

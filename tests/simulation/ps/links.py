@@ -197,6 +197,11 @@ class SimulatedCaller:
             self.received(message)
 
     @property
+    def dials(self) -> bool:
+        """Whether a link is still wanted: who closes this end gives up its dial, too."""
+        return not self._closed
+
+    @property
     def takes(self) -> bool:
         return self._link is not None
 

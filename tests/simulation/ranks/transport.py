@@ -68,7 +68,7 @@ class Network:
 
     def carry(self, source: int, target: int, kind: str, count: int, action: Action) -> None:
         """Let `action` happen at `target` when so many bytes, and all sent before, have arrived."""
-        if self.ends[source].process.killed or (source, target) in self._cuts:
+        if self.ends[source].process.killed:
             return
         if kind == ARRAYS and target not in self._with_arrays[source]:
             self._with_arrays[source].add(target)
@@ -78,7 +78,7 @@ class Network:
             if self._mutes & {(source, target), (target, source)}:
                 self._lose_in_time(source, target)
                 self._lose_in_time(target, source)
-        if (source, target) in self._mutes:
+        if (source, target) in self._mutes | self._cuts:
             return
         hosts, left = self.topology.host_of, self._world.now
         if hosts[source] != hosts[target]:
