@@ -263,9 +263,9 @@ class HostAgents:
         self._tidying[LeadingProcess(command, self._environ, self._job.loop)] = agent
 
     def tidy_later(self, agent: AgentConnection) -> None:
-        """Remove the folder of an agent whose host cannot be reached when that has another one.
+        """Remove the folder of an agent when its host has another one, or at the end of the job.
 
-        The agent may have been killed meanwhile, which nobody has seen.
+        It cannot be reached now; the agent may have been killed meanwhile, which nobody has seen.
         """
         if agent.folder and agent.host.remote:
             self._remains.setdefault(agent.host.name, []).append(agent)
@@ -292,6 +292,9 @@ class HostAgents:
         self._waiting.clear()
         for agent in [*self._leaving]:
             self._finish(agent)
+        for agents in self._remains.values():  # Their hosts may be back.
+            for agent in agents:
+                self._tidy(agent, [])
         end = time.monotonic() + TIDY_SECONDS
         for process in self._tidying:
             process.wait(end - time.monotonic())

@@ -186,6 +186,9 @@ FOUND: list[tuple[str, Any]] = [
     # A host that failed at each of its starts was tried for ever: each time it was used again, the
     # time for which slots may be missing began anew.
     ("elastic", make_elastic_program(12485)),
+    # A host was lost and came back; its next agent had not said hello when the job ended, and the
+    # folder of the one before stayed there.
+    ("elastic", make_elastic_program(18464)),
 ]
 
 

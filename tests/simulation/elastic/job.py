@@ -307,16 +307,14 @@ class ElasticJob:
             if not leader.closed or leader.way.ends[FROM_LAUNCHER].open:
                 text = f"the launcher leaves its connection to {leader.way.host} open"
                 raise BrokenError(LEFT, text)
-        # What is left on a host that could not be reached goes when it has an agent again.
-        excused = {(each.host, each.agent.folder.path) for each in self._excused()}
+        # Of whose folder nobody knew, or whose host cannot be reached.
+        excused = {
+            (each.host, each.agent.folder.path)
+            for each in self.agents
+            if not (each.way.is_known and self.network.reaches(each.host))
+        }
         if left_behind := sorted(self.folders - excused):
             raise BrokenError(LEFT, f"folders of agents are left: {left_behind}")
-
-    def _excused(self) -> Iterable[AgentProcess]:
-        """Return agents of whose folder nobody knew, or that were the last on lost hosts."""
-        last = {each.host: each for each in self.agents}
-        yield from (each for each in self.agents if not each.way.is_known)
-        yield from (each for each in last.values() if each.is_unreached)
 
     def _give_up(self) -> None:
         states = [
