@@ -49,6 +49,24 @@ def _is_defined(line: str) -> bool:
     return found is not None
 
 
+def test_maps_of_packages_name_all_that_is_there() -> None:
+    """A docstring that says what each module of its package is for forgets none, nor old ones."""
+    maps = {}
+    for page in [*ROOT.glob("hvdlite/**/__init__.py"), *ROOT.glob("launcher/**/__init__.py")]:
+        lines = (ast.get_docstring(ast.parse(page.read_text())) or "").splitlines()
+        found = [re.match(r" *([a-z_]\w*(?:, [a-z_]\w*)*) {2,}\S", line) for line in lines]
+        if named := {name for each in found if each for name in each[1].split(", ")}:
+            own = {each.stem for each in page.parent.iterdir() if _is_module(each)}
+            maps[page.parent.name] = named ^ own
+    assert len(maps) > 8
+    assert not {package: names for package, names in maps.items() if names}
+
+
+def _is_module(path: Path) -> bool:
+    is_package = (path / "__init__.py").is_file()
+    return is_package or (path.suffix == ".py" and not path.stem.startswith("__"))
+
+
 def test_the_pages_of_launcher_and_settings_have_every_flag_between_them() -> None:
     pages = [(ROOT / "docs" / name).read_text() for name in ("launcher.md", "settings.md")]
     words = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", "".join(pages)))

@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Be the scheduler until all workers have left; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="hvdlite-ps", description="The scheduler of a parameter server, alone.",
-        epilog="What is not given is read from the environment: docs/launcher.md lists its names.",
+        epilog="What is not given is read from the environment, by the names in "
+        "docs/parameter_server.md.",
     )  # fmt: skip
     parser.add_argument("role", choices=["scheduler"])
     for flag, (variable, metavar, text) in FLAGS.items():

@@ -18,7 +18,6 @@ output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
     shares        a rank's share of the batch, at both ends of the part
     leaves        what a rank holds of parameters, in each call
     distribution  parameters that become DTensors
-    loading       whole tensors that are loaded into them
     steps         an optimizer's step over local tensors
     dtensor       DTensors, where each version of torch has them
     alltoalls     how DTensor cuts a tensor along another dimension
