@@ -222,8 +222,7 @@ class Driver:
         worker = self._take_end(number)
         if worker is None:
             return
-        if worker.living:
-            self._losses.refuse(worker, why, now)
+        self._losses.refuse(worker, why, now)
         self._advance(now)
 
     def _take_end(self, number: int) -> Worker | None:

@@ -13,8 +13,9 @@ LONGEST_DELAY_SECONDS = 60.0
 # What an agent gives its workers from SIGTERM to SIGKILL when its launcher has gone.
 ORPHAN_SECONDS = 1.0
 # Of the time after which silence is a loss: so much later than the launcher may an agent find that
-# the two are cut off. Both send a beat in each fifth of that time, and look twice as often.
-LATER = 0.4
+# the two are cut off. It may have heard the launcher until that gave it up, as each way can be cut
+# by itself. Both send a beat in each fifth of that time, and look twice as often.
+LATER = 1.4
 # How long a host stays away whose agent was told to end, while discovery shows it: twice as long
 # after each time.
 LEAVE_SECONDS = 60.0

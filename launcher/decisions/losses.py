@@ -77,17 +77,19 @@ class Losses:
     def refuse(self, worker: Worker, why: str, now: float) -> None:
         """Note that a host has nothing for a worker, such as a device: its slot is not used again.
 
-        A host without a rank is given up: who has listed too many slots should know at once.
+        A host without a rank is given up: who has listed too many slots should know at once. Of a
+        worker that was to leave meanwhile, the slot is remembered.
         """
         host = worker.host
         ranks = [each for each in self._worlds.living_members() if each.host == host]
-        if not ranks:
+        if worker.living and not ranks:
             self._order(DropAgent(host))
             self.lose_host(host, f"it cannot start its ranks: {why}", False, now)
             return
         slots = max(worker.slot, len(ranks))
-        self._drop(worker, why, now, said=True)
-        if self._hosts.limit(host, slots):
+        if worker.living:
+            self._drop(worker, why, now, said=True)
+        if slots and self._hosts.limit(host, slots):
             at_most = f"{lines.count(slots, 'slot')} at most"
             self._order(Say(f"host {host} is used with {at_most} from now on: {why}"))
 

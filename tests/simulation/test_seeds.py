@@ -189,6 +189,39 @@ FOUND: list[tuple[str, Any]] = [
     # A host was lost and came back; its next agent had not said hello when the job ended, and the
     # folder of the one before stayed there.
     ("elastic", make_elastic_program(18464)),
+    # A host had no device for a worker that was no longer wanted when it said so, and that slot was
+    # used again.
+    (
+        "elastic",
+        ElasticProgram(
+            7026060,
+            (("b", 2),),
+            steps=1,
+            commit_every=3,
+            bytes_per_second=1e5,
+            happenings=(
+                Happening(0.1797261716021166, "show", hosts=(("a", 1), ("b", 1), ("e", 1))),
+                Happening(
+                    0.533004129648346, "show", hosts=(("a", 2), ("b", 3), ("c", 1), ("d", 2))
+                ),
+            ),
+            devices=(("a", 1), ("b", 1), ("c", 2)),
+        ),
+    ),
+    # Nothing came from a host, and then nothing went there, either: it was used again before its
+    # agent, which had heard the launcher until that gave it up, had ended its workers.
+    (
+        "elastic",
+        ElasticProgram(
+            28603,
+            (("b", 1),),
+            steps=1,
+            happenings=(
+                Happening(0.3159225203753452, "stall", host="b", seconds=1.166, way=1),
+                Happening(0.9990780282898476, "stall", host="b", seconds=1.681, way=3),
+            ),
+        ),
+    ),
 ]
 
 
