@@ -153,7 +153,7 @@ def test_down_to_one_rank_and_up_again() -> None:
     for host in "abc":
         job.lose_host(host, back=True)
     assert (job.hosts, job.worlds[-1][0]) == ("d", 4)
-    job.wait(2)
+    job.wait(3)
     job.newcomers_ready()
     job.pass_checks()
     assert job.hosts == "dabc"
@@ -165,7 +165,7 @@ def test_a_lost_host_is_tried_again_ever_later() -> None:
     job.lose_host("b")
     assert "ranks 1-2 (host b) were lost: its host was lost: no sign of life" in "".join(job.lines)
     job.slow_hosts.add("b")
-    for delay in (1.4, 2, 4):
+    for delay in (2.4, 2, 4):
         assert "b" not in job.driver._hosts.coming()
         job.wait(delay)
         assert "b" in job.driver._hosts.coming()
@@ -173,7 +173,7 @@ def test_a_lost_host_is_tried_again_ever_later() -> None:
 
 
 @pytest.mark.parametrize(
-    ("came", "ended", "delay"), [(True, False, 25.0), (True, True, 1.0), (False, False, 1.0)]
+    ("came", "ended", "delay"), [(True, False, 85.0), (True, True, 1.0), (False, False, 1.0)]
 )
 def test_only_where_workers_may_still_run_is_a_host_left_for_long(
     came: bool, ended: bool, delay: float
@@ -398,7 +398,7 @@ def test_a_host_that_was_silent_is_used_again_when_its_workers_have_ended() -> N
     """Its agent may find later than the launcher that it was cut off, and lets them end."""
     job = running({"a": 1, "b": 1}, num_proc=2, host_timeout_seconds=10.0)
     job.lose_host("b")
-    job.wait(4.9)
+    job.wait(14.9)
     assert len(job.processes) == 2
     job.wait(0.2)
     assert job.processes[2].host == "b"
