@@ -22,7 +22,7 @@ import pytest
 from hypothesis import settings
 
 from tests import distribution
-from tests.distribution import once, pytest_cmdline_main, pytest_xdist_make_scheduler
+from tests.distribution import TESTS, once, pytest_cmdline_main, pytest_xdist_make_scheduler
 from tests.limits import patient
 from tests.wheel import ROOT, build, build_for, copy_of_the_checkout, cross_compiler
 
@@ -31,6 +31,8 @@ __all__ = ["pytest_cmdline_main", "pytest_xdist_make_scheduler"]
 # Hundreds of short processes import the checkout: most read what the first of them has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A second thread of each of many processes would only wait for a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Elastic jobs compare the state of all ranks after each reset, whichever test starts them.
 os.environ.setdefault("HVDLITE_ELASTIC_CHECK", "1")
 # An example may take long where other tests use the cores.
@@ -40,7 +42,6 @@ settings.load_profile("hvdlite")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TESTS = Path(__file__).parent
 MPI_FOLDERS = {"parallel", "launcher", "hosts"}
 HOSTS_FOLDERS = {"hosts", "slurm"}
 # Many combinations of one thing, whole trainings, or what is built: the fast loop does without.
@@ -69,20 +70,36 @@ FRAMEWORKS = {
 }
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Read no file of which all tests were left out: some of them import for seconds."""
+    if collection_path == TESTS or not distribution.is_whole(config):
+        return None
+    known = frozenset(markers(collection_path.relative_to(TESTS)))
+    return None if distribution.may_be_chosen(config.option.markexpr, known) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the markers `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf`, `thorough` and `torch`.
 
     The time limit that a test or its file names, or else the one of all tests, is of a machine
     that is not slow.
     """
+    markers_of = {path: [*markers(path.relative_to(TESTS))] for path in {i.path for i in items}}
     for item in items:
-        for marker in markers(item.path.relative_to(TESTS)):
+        for marker in markers_of[item.path]:
             item.add_marker(marker)
         nearest = item.get_closest_marker("timeout")
         seconds = float(nearest.args[0] if nearest else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
     if distribution.is_worker(config):
         distribution.mix(items)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
+    """Start the workers."""
+    with distribution.forked_workers(session.config):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -101,8 +118,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def markers(path: Path) -> Iterator[str]:
-    """Yield the markers of the tests in a file, whose path is relative to this folder."""
-    folders = set(path.parts[:-1])
+    """Yield the markers of the tests in a file or a folder; its path is relative to this folder."""
+    folders = {*(path if path.suffix != ".py" else path.parent).parts}
     if folders & MPI_FOLDERS:
         yield "mpi"
     yield from sorted(folders & HOSTS_FOLDERS)

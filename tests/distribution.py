@@ -3,6 +3,9 @@
 A run of folders, such as the whole suite, gets two workers for each core and two more, for most
 tests start processes and wait for them. A run of files gets none, and neither does `-n 0`.
 
+The workers of the whole suite are forked from a process that has imported the frameworks: one that
+imports them itself takes ten seconds of a core to collect the tests.
+
 A worker is handed units: a file, so that what its tests share is made once; a test of those that
 start processes and share nothing; or all tests that share a cluster. Tests and files are
 mixed, so that a core has work while jobs wait.
@@ -11,16 +14,36 @@ mixed, so that a core has work while jobs wait.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
+import re
+import subprocess
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 
+from tests.forks import forks
+
+TESTS = Path(__file__).parent
 WORKERS_PER_CORE, MORE_WORKERS = 2, 2
+# What the workers of the whole suite have imported, and variables with which that has no threads
+# and prints nothing.
+IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "tensorflow",
+    "keras",
+    "sklearn.datasets",
+    "matplotlib.pyplot",
+)
+QUIETLY = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TF_CPP_MIN_LOG_LEVEL": "2"}
 # Of these files, and of those in these folders, each test is a unit.
 SEPARATE = (
     "tests/elastic/",
@@ -70,6 +93,25 @@ def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
+def is_whole(config: pytest.Config) -> bool:
+    """Return whether all folders of tests are asked for."""
+    return TESTS in [Path(config.invocation_params.dir, word).resolve() for word in config.args]
+
+
+@cache
+def may_be_chosen(expression: str, markers: frozenset[str]) -> bool:
+    """Return whether `-m` can choose a test that has these markers, and perhaps others."""
+    if not expression:
+        return True
+    others = {*re.findall(r"\w+", expression)} - {"and", "or", "not"} - markers
+    subsets = (itertools.combinations(others, length) for length in range(len(others) + 1))
+    chosen = Expression.compile(expression).evaluate
+    return any(
+        chosen(lambda name, **_: name in {*markers, *more})  # noqa: B023 - it is called at once
+        for more in itertools.chain.from_iterable(subsets)
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads in the same hook what is set here
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Choose the number of workers, unless the command line does."""
@@ -87,6 +129,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def _are_folders(config: pytest.Config) -> bool:
     return all(Path(config.invocation_params.dir, word).is_dir() for word in config.args)
+
+
+@contextmanager
+def forked_workers(config: pytest.Config) -> Iterator[None]:
+    """Let the workers that are started meanwhile be forked, where they run the whole suite."""
+    if not is_whole(config) or is_worker(config) or not config.option.numprocesses:
+        yield
+        return
+    found = [each for each in IMPORTED if find_spec(each.partition(".")[0])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forks(*found, **QUIETLY))
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

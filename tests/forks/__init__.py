@@ -76,7 +76,8 @@ class Zygote:
             return False
         here = os.path.dirname(sys.executable)
         python = os.path.dirname(program) == here and os.path.samefile(program, sys.executable)
-        known = words[1] in ("-m", "-c") or os.path.isfile(os.path.join(folder, words[1]))
+        known = words[1] in ("-m", "-c") or words[1:3] == ["-u", "-c"]
+        known = known or os.path.isfile(os.path.join(folder, words[1]))
         return python and known and read_at_start(environ) == self._started_with
 
 
@@ -139,8 +140,11 @@ def _ignored() -> list[int]:
 
 
 @cache
-def forks(*modules: str) -> type[subprocess.Popen[Any]]:
-    """Return `Popen` whose processes have imported these modules, as of a process of this one."""
+def forks(*modules: str, **variables: str) -> type[subprocess.Popen[Any]]:
+    """Return `Popen` whose processes have imported these modules, as of a process of this one.
+
+    The variables are set while the modules are imported.
+    """
     environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     environ = {n: text for n, text in environ.items() if not n.startswith(("HVDLITE_", "HOROVOD_"))}
     environ["OMP_NUM_THREADS"] = "1"
@@ -148,7 +152,7 @@ def forks(*modules: str) -> type[subprocess.Popen[Any]]:
     with its:
         process = subprocess.Popen(
             [sys.executable, "-m", ZYGOTE, str(its.fileno()), *modules, ROOM_ARGUMENT],
-            env={**environ, "ROOM": ROOM_VARIABLE}, cwd=ROOT, pass_fds=[its.fileno()],
+            env={**environ, **variables, "ROOM": ROOM_VARIABLE}, cwd=ROOT, pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     atexit.register(_end, ours, process)

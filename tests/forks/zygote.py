@@ -106,8 +106,8 @@ def become(request: dict[str, Any], fds: list[int], base: list[str]) -> None:
             signal.signal(number, wanted)
     if (prepare := pickle.loads(request["prepare"])) is not None:
         prepare()
-    start_python(request["environ"])
     environ = request["environ"]
+    start_python(environ, unbuffered=request["words"][1] == "-u")
     overwrite(request["words"], environ)
     given = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*map(os.path.abspath, given), *base]
@@ -117,7 +117,7 @@ def become(request: dict[str, Any], fds: list[int], base: list[str]) -> None:
     os.close(becoming)
 
 
-def start_python(environ: dict[str, str]) -> None:
+def start_python(environ: dict[str, str], unbuffered: bool) -> None:
     """Do what Python does at its start with signals, streams and the environment."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -127,7 +127,7 @@ def start_python(environ: dict[str, str]) -> None:
     os.environ.update(environ)
     if environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
-    unbuffered = bool(environ.get("PYTHONUNBUFFERED"))
+    unbuffered = unbuffered or bool(environ.get("PYTHONUNBUFFERED"))
     for fd, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
         raw = io.FileIO(fd, "w", closefd=False)
@@ -159,7 +159,7 @@ def run(words: list[str]) -> None:
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
     sys.orig_argv = words
-    flag, *sys.argv = words[1:]
+    flag, *sys.argv = [word for word in words[1:3] if word != "-u"] + words[3:]
     if flag == "-m":
         sys.path.insert(0, os.getcwd())
         module, sys.argv[0] = sys.argv[0], "-m"
