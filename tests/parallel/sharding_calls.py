@@ -139,5 +139,5 @@ CHECKS = [
     check_whole_values_are_loaded,
     check_few_rows_and_another_dtype_are_loaded,
     check_arguments_of_other_kinds,
-    check_weights_are_compared,
+    check_weights_are_compared,  # Last: optimizers are watched from here on, which takes time.
 ]

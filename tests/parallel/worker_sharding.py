@@ -297,8 +297,8 @@ if __name__ == "__main__":
     check_middle_operators()
     check_convolutions()
     check_inference(Path(sys.argv[1]))
-    for check in [*sharding_edges.CHECKS, *sharding_calls.CHECKS, *sharding_steps.CHECKS]:
-        check()
     sharding_steps.check_another_layout(Path(sys.argv[1]))
+    for check in [*sharding_edges.CHECKS, *sharding_steps.CHECKS, *sharding_calls.CHECKS]:
+        check()
     dist.destroy_process_group()
     sys.stdout.write("is content\n")
