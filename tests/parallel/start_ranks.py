@@ -14,6 +14,7 @@ a line ``JOB name ended with code``.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import runpy
@@ -123,6 +124,8 @@ def main() -> int:
     hosts = given or [Host("", LOOPBACK, options.size)]
     for module in filter(None, options.preload.split(",")):
         import_module(module)
+    gc.collect()
+    gc.freeze()  # Collections of ranks would look through it, and copy it.
     if options.jobs:
         return run_jobs(json.loads(options.jobs.read_text()))
     commands = [host.command(options.command) for host in hosts for _ in range(host.slots)]

@@ -6,6 +6,7 @@ that of the first rank that failed.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import torch._dynamo  # noqa: F401 - an optimizer imports it
@@ -22,6 +23,8 @@ def run(module: str, size: int) -> int:
 
 
 if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # Some features look through all objects: not through those of the modules.
     jobs = [word for word in sys.argv[1:] if word != KILLED]
     code = max(run(worker.__name__, int(size)) for size in jobs)
     if KILLED in sys.argv:
