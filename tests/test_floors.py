@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -133,15 +134,32 @@ def modules() -> Iterator[tuple[str, Path]]:
 MODULES = dict(modules())
 
 
+class Contents(NamedTuple):
+    """What the rules ask about a file: to parse all files takes seconds."""
+
+    imports: tuple[str, ...]  # At its top or later, also by `import_module("...")`.
+    at_once: tuple[str, ...]  # When the module is imported, and not by its functions.
+    compared: tuple[str, ...]  # Strings.
+    accepts: bool  # Whether it calls a method `accept` without arguments.
+
+
 @functools.cache
+def contents(path: Path) -> Contents:
+    tree = ast.parse(path.read_text())
+    nodes = [*ast.walk(tree)]
+    calls = (node.func for node in nodes if isinstance(node, ast.Call) and not node.args)
+    return Contents(
+        tuple(imported_by(nodes)), tuple(imported_by(tree.body)), tuple(compared_strings(nodes)),
+        any(getattr(function, "attr", "") == "accept" for function in calls),
+    )  # fmt: skip
+
+
 def imports(path: Path) -> tuple[str, ...]:
-    """The modules that a file imports, at its top or later, also by `import_module("...")`."""
-    return tuple(imported_by(ast.walk(ast.parse(path.read_text()))))
+    return contents(path).imports
 
 
-def imports_at_once(path: Path) -> Iterator[str]:
-    """The modules that are imported when the module is, and not by its functions."""
-    return imported_by(ast.parse(path.read_text()).body)
+def imports_at_once(path: Path) -> tuple[str, ...]:
+    return contents(path).at_once
 
 
 def imported_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -209,14 +227,15 @@ def test_no_modules_import_each_other_in_a_circle(when: str) -> None:
     assert not below
 
 
+FROM_OURS = re.compile(r"^ *from (hvdlite\.[\w.]+) import ", re.MULTILINE)
+
+
 def test_imports_name_modules_that_exist() -> None:
-    """Also in functions and in scripts, which few tests run."""
+    """Also in functions, and in scripts, which few tests run, and which some tests have as text."""
     folders = [PACKAGE, *(ROOT / name for name in ("launcher", "tests", "benchmarks", "examples"))]
     missing = {}
     for path in (path for folder in folders for path in folder.rglob("*.py")):
-        nodes = ast.walk(ast.parse(path.read_text()))
-        named = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-        own = {own_name(each) for each in named if each.startswith("hvdlite.")}
+        own = {own_name(each) for each in FROM_OURS.findall(path.read_text())}
         if unknown := own - MODULES.keys():
             missing[str(path.relative_to(ROOT))] = unknown
     assert not missing
@@ -244,9 +263,9 @@ def test_the_launcher_imports_only_the_lowest_floors() -> None:
             assert packages <= LAUNCHER_IMPORTS, module
 
 
-def compared_strings(tree: ast.AST) -> Iterator[str]:
+def compared_strings(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """The strings that code compares with something, matches, or looks something up by."""
-    for node in ast.walk(tree):
+    for node in nodes:
         operands: list[ast.AST] = []
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
@@ -266,7 +285,7 @@ def test_only_the_package_of_the_table_compares_names_of_collectives() -> None:
         (module, name)
         for module, path in MODULES.items()
         if package_of(module) not in ("hvdlite.common.collectives", "hvdlite.launcher")
-        for name in compared_strings(ast.parse(path.read_text()))
+        for name in contents(path).compared
         if name in SPECS
     ]
     assert set(wrong) <= {("hvdlite.common.plain.config", "allreduce")}
@@ -322,14 +341,12 @@ def test_connections_are_made_in_one_place() -> None:
     for module, path in MODULES.items():
         if package_of(module) == "hvdlite.common.connections":
             continue
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        imported = {name.partition(".")[0] for name in imported_by(nodes)}
+        imported = {name.partition(".")[0] for name in imports(path)}
         if imported & {"select", "selectors"}:
             waits.add(module)
         if "hmac" in imported:
             proves.add(module)
-        calls = [node for node in nodes if isinstance(node, ast.Call) and not node.args]
-        if any(getattr(call.func, "attr", "") == "accept" for call in calls):
+        if contents(path).accepts:
             accepts.add(module)
     assert waits == WAITS
     assert accepts - NO_CONNECTION == ACCEPTS

@@ -163,7 +163,7 @@ def run_command(
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=partial(set_death_signal, signal.SIGKILL),  # noqa: PLW1509 - one system call
+            preexec_fn=partial(set_death_signal, signal.SIGKILL),
         )
         try:
             output, _ = process.communicate(timeout=patient(timeout))

@@ -76,8 +76,7 @@ def _no_collector() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.enable()
-        gc.unfreeze()
+        gc.enable()  # What was there stays out of collections: it is for the whole process.
 
 
 def soak(
