@@ -19,8 +19,8 @@ from tests.simulation.shrinking import KINDS
 from tests.simulation.soak import play, read, soak
 
 # Seeds in the suite, and of one test; a soak plays more of them.
-SHARES, GROUP = {"ranks": 250, "elastic": 400, "ps": 100}, 50
-TRACED = (*range(12), 144, 155)  # With starts, in which somebody comes who is no rank.
+SHARES, GROUP = {"ranks": 150, "elastic": 250, "ps": 50}, 50
+TRACED = (*range(6), 144, 155)  # With starts, in which somebody comes who is no rank.
 
 
 def digest() -> str:
