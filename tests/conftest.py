@@ -48,13 +48,18 @@ HOSTS_FOLDERS = {"hosts", "slurm"}
 THOROUGH = (
     "common/api/test_collectives_matrix.py",
     "common/collectives/",
+    "common/devices/nccl/",
     "common/engine/test_random_joins.py",
     "common/engine/test_random_order.py",
+    "common/transport/test_tcp_networks.py",
+    "elastic/",
     "keras/test_matrix.py",
     "ps/test_backward.py",
     "ps/test_checkpoints.py",
+    "ps/test_raw.py",
     "ps/test_records.py",
     "ps/test_scenarios.py",
+    "ps/test_strangers.py",
     "simulation/",
     "test_wheel.py",
 )

@@ -33,16 +33,12 @@ from tests.forks import forks
 
 TESTS = Path(__file__).parent
 WORKERS_PER_CORE, MORE_WORKERS = 2, 2
-# What the workers of the whole suite have imported, and variables with which that has no threads
-# and prints nothing.
-IMPORTED = (
-    "torch",
-    "torch._dynamo",
-    "tensorflow",
-    "keras",
-    "sklearn.datasets",
-    "matplotlib.pyplot",
-)
+# What the workers of the whole suite have imported, by the marker of the tests that need it, and
+# variables with which that has no threads and prints nothing.
+IMPORTED = {
+    "torch": ("torch._dynamo", "sklearn.datasets"),
+    "tf": ("tensorflow", "keras", "matplotlib.pyplot"),
+}
 QUIETLY = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TF_CPP_MIN_LOG_LEVEL": "2"}
 # Of these files, and of those in these folders, each test is a unit.
 SEPARATE = (
@@ -134,12 +130,18 @@ def _are_folders(config: pytest.Config) -> bool:
 @contextmanager
 def forked_workers(config: pytest.Config) -> Iterator[None]:
     """Let the workers that are started meanwhile be forked, where they run the whole suite."""
-    if not is_whole(config) or is_worker(config) or not config.option.numprocesses:
+    modules = [
+        module
+        for marker, modules in IMPORTED.items()
+        if may_be_chosen(config.option.markexpr, frozenset({marker}))
+        for module in modules
+        if find_spec(module.partition(".")[0])
+    ]
+    if not (modules and is_whole(config) and config.option.numprocesses) or is_worker(config):
         yield
         return
-    found = [each for each in IMPORTED if find_spec(each.partition(".")[0])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", forks(*found, **QUIETLY))
+        patch.setattr(subprocess, "Popen", forks(*modules, **QUIETLY))
         yield
 
 
