@@ -28,7 +28,8 @@ def fast(session: nox.Session) -> None:
     session.run("ruff", "format", "--check")
     # mypy is a test, too
     unwanted = (
-        "mpi", "torch", "tf", "jax", "ray", "spark", "thorough", "libraries", "scripts", "soak"
+        "mpi", "torch", "tf", "gpu", "jax", "ray", "spark",
+        "thorough", "libraries", "scripts", "soak",
     )  # fmt: skip
     chosen = " and ".join(f"not {marker}" for marker in unwanted)
     # Few of these wait, so more workers would only import more.

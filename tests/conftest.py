@@ -58,6 +58,7 @@ THOROUGH = (
     "ps/test_checkpoints.py",
     "ps/test_raw.py",
     "ps/test_records.py",
+    "ps/test_rows_scaling.py",
     "ps/test_scenarios.py",
     "ps/test_strangers.py",
     "simulation/",
@@ -65,6 +66,7 @@ THOROUGH = (
 )
 KERAS_BACKEND = os.environ.get("KERAS_BACKEND", "tf")
 FRAMEWORKS = {
+    "gpu": "gpu",
     "jax": "jax",
     # Who has chosen JAX for Keras wants these tests.
     **({} if KERAS_BACKEND == "jax" else {"keras": KERAS_BACKEND}),

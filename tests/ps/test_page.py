@@ -12,14 +12,13 @@ import pytest
 from tests.parallel.jobs import ROOT, environment
 from tests.ps.sites import held_port
 
-pytest.importorskip("torch")
-
 BLOCK = re.compile(r"<!-- (script|started by|prints) -->\n```\w*\n(.*?)\n```\n", re.DOTALL)
 PAGE = ROOT / "docs" / "parameter_server.md"
 
 
 @pytest.mark.scripts
 def test_the_script_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     blocks = dict(BLOCK.findall(PAGE.read_text()))
     (tmp_path / "script.py").write_text(blocks["script"])
     # A line goes to the pipe in one piece, then, whatever the tests were started with.

@@ -29,9 +29,8 @@ from tests.ps.cluster import (
     trainers,
     wait_until,
 )
-from tests.ps.test_records import begun
 from tests.ps.test_scaling import both
-from tests.ps.test_tables import payloads, values_of
+from tests.ps.test_tables import begun, payloads, values_of
 
 SIZES = [70, 3, 41]
 SPECS = [TensorSpec(str(key), "float32", (size,)) for key, size in enumerate(SIZES)]

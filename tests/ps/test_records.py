@@ -22,18 +22,7 @@ from tests.ps.cluster import SIZES, Cluster, trainers
 from tests.ps.processes import cluster
 from tests.ps.scripts.torch_digits import main
 from tests.ps.sites import Site
-from tests.ps.test_tables import new_table, payloads, values_of
-
-
-def begun(mode: Mode, workers: int = 2) -> Table:
-    table = new_table(mode)
-    for worker in range(workers):
-        body = {"worker": worker, "version": -1}
-        answers = table.start(b"%d" % worker, worker, Message("start", body=body), range(workers))
-        if answers and answers[0].message.kind == "wanted":
-            offer = Message("offer", payloads=payloads(values_of(-1, 0)))
-            table.offer(b"%d" % worker, worker, offer)
-    return table
+from tests.ps.test_tables import begun, payloads, values_of
 
 
 def push(table: Table, worker: int, clock: int) -> Answer:

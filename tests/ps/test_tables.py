@@ -162,6 +162,17 @@ def run_step(table: Table, workers: Mapping[bytes, Worker], choose: random.Rando
         deliver(table, workers, worker.pull(table, worker.step))
 
 
+def begun(mode: Mode, workers: int = 2) -> Table:
+    table = new_table(mode)
+    for worker in range(workers):
+        body = {"worker": worker, "version": -1}
+        answers = table.start(b"%d" % worker, worker, Message("start", body=body), range(workers))
+        if answers and answers[0].message.kind == "wanted":
+            offer = Message("offer", payloads=payloads(values_of(-1, 0)))
+            table.offer(b"%d" % worker, worker, offer)
+    return table
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_sync_is_bitwise_a_sum_in_rank_order_in_one_process(count: int) -> None:
     choose, table, workers = random.Random(count), new_table(Mode(SYNC)), job(count)
