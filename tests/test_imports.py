@@ -10,6 +10,7 @@ import pytest
 from tests.parallel.jobs import environment
 
 TRAIN = """
+import tests.lean
 import sys, torch
 import hvdlite.torch as hvd
 hvd.init()

@@ -28,7 +28,8 @@ def run(code: str) -> str:
 
 def imported(code: str) -> set[str]:
     """Which frameworks a process has imported after it has run `code`."""
-    shown = run(code + "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})")
+    lean = "import sys; sys.modules.update(matplotlib=None, sklearn=None)\n"  # As in tests.lean.
+    shown = run(lean + code + "\nprint(*{name.partition('.')[0] for name in sys.modules})")
     return {"jax", "keras", "tensorflow", "tf_keras", "torch"} & set(shown.split())
 
 
