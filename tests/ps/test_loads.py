@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdlite.ps.connections.messages import Message
-from hvdlite.ps.tables.clocks import ASYNC, SSP
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import (
@@ -32,6 +33,11 @@ MODES = pytest.mark.parametrize(
 )
 
 
+def add_ones_once(trainer: Trainer, mode: str) -> None:
+    if mode == SYNC:  # Else the other worker needs nothing of it.
+        add_ones(trainer, lambda: trainer.table.clock == 1)
+
+
 def push_sevens_to_server_0(trainer: Trainer) -> None:
     shard, ended = trainer.table._shards[0], threading.Event()
     payloads = trainer.table._cut([np.full(size, 7.0) for size in SIZES], 0)
@@ -39,8 +45,12 @@ def push_sevens_to_server_0(trainer: Trainer) -> None:
     assert ended.wait(LIMIT_SECONDS)
 
 
-@MODES
-@pytest.mark.parametrize("comes", ["before the load", "after the load"])
+@pytest.mark.parametrize(
+    ("mode", "staleness"),
+    [(SYNC, None), (ASYNC, None), (SSP, 1)],
+    ids=["sync", "async", "ssp"],
+)
+@pytest.mark.parametrize("comes", ["before the load", "after the load", "and steps before"])
 def test_a_worker_makes_a_step_again_that_one_server_had_before_a_load(
     new_cluster: NewCluster, mode: str, staleness: int | None, comes: str
 ) -> None:
@@ -54,17 +64,26 @@ def test_a_worker_makes_a_step_again_that_one_server_had_before_a_load(
     def come_again() -> Trainer:
         return Trainer(cluster.worker("worker 1", 1), mode, staleness)
 
-    if comes == "before the load":
+    if comes != "after the load":
         again = come_again()
+        if comes == "and steps before":  # The other server has a push of the same step by now.
+            again.table.push([np.full(size, 9.0) for size in SIZES], {}).wait()
         checkpoints.load(first.worker, cluster.folder / "saved")
     else:  # Its process is there, and has no table yet.
         worker = cluster.worker("worker 1", 1)
         checkpoints.load(first.worker, cluster.folder / "saved")
         again = Trainer(worker, mode, staleness)
+    if comes == "and steps before":
+        assert again.table.clock == 1
+        in_threads(partial(again.table.pull, again.values), partial(add_ones_once, first, mode))
+        nine = (9.0 + 1.0) / 2 if mode == SYNC else 0.0  # In sync it is sent again to both.
+        first.table.pull(first.values)
+        assert added_up(first) == {nine}
+        return
     assert again.table.clock == 0
     in_threads(*[lambda t=each: add_ones(t, lambda: t.table.clock == 3) for each in (first, again)])
     first.table.pull(first.values)
-    assert added_up(first) == {6.0}
+    assert added_up(first) == {3.0 if mode == SYNC else 6.0}
 
 
 @pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 9)])

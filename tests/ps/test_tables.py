@@ -453,6 +453,38 @@ def test_each_push_is_divided_by_the_workers_that_take_part(mode: Mode) -> None:
     assert_same(first.values, alone.values())
 
 
+@pytest.mark.parametrize("mode", [Mode(SYNC), Mode(ASYNC)])
+def test_a_push_that_was_sent_before_a_load_is_not_taken_after_it(mode: Mode) -> None:
+    """The process that has sent it was lost; one that lives starts again, and sends it again."""
+    table, workers = new_table(mode), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    first, second = workers.values()
+    assert [each.message.kind for each in first.push(table)] == ["pushed"]
+    first.step = 1
+    loaded = values_of(5, 5)
+    state = {str(number): np.zeros_like(array) for number, array in enumerate(loaded)}
+    table.take_loaded([array.copy() for array in loaded], state, {0: 0, 1: 0}, turn=7)
+    first.step = 0
+    for worker in (first, second):
+        assert [each.message.kind for each in worker.push(table)] == ["restarted"]
+    assert table.version == (0 if mode.name == SYNC else 1)
+    assert_same(table.copy().values, loaded)
+    for worker in (first, second):
+        deliver(table, workers, worker.start(table))
+        deliver(table, workers, worker.push(table))
+    wanted = Momentum()
+    wanted.begin([array.copy() for array in loaded])
+    terms = [values_of(0, 0), values_of(0, 1)]
+    if mode.name == SYNC:
+        blocks_of_both = zip(*terms, strict=True)
+        wanted.step([add_up(list(each), average=True) for each in blocks_of_both], [])
+    else:
+        for term in terms:
+            wanted.step(term, [])
+    assert_same(table.copy().values, wanted.values())
+
+
 def test_in_async_the_hyperparameters_that_came_last_count() -> None:
     """For the pushes of all workers, whoever has sent them."""
     table, workers = new_table(Mode(ASYNC)), job(2)

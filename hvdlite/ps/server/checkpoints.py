@@ -188,9 +188,9 @@ class ServerCheckpoints:
         return _Read(name, *join(described, sources, is_whole=saved[name]["whole"]))
 
     def _apply(self, body: Body) -> dict[str, Any]:
-        for each in self._was_read:
-            self._server.tables[each.name].clocks.stand(dict(body["clocks"][each.name]))
-            self._server.take_loaded(each.name, self._attempt[0], each.values, each.state)
+        for name, values, state in self._was_read:
+            clocks = dict(body["clocks"][name])
+            self._server.take_loaded(name, self._attempt[0], values, state, clocks)
         self._was_read = []
         return {}
 

@@ -194,14 +194,17 @@ class Server:
         return SavedTable(self.tables[name].described, self.tables[name].copy(), self.layout)
 
     def take_loaded(
-        self, name: str, turn: int, values: Sequence[Array], state: Mapping[str, Array]
-    ) -> None:
+        self, name: str, turn: int, values: Sequence[Array], state: Mapping[str, Array],
+        clocks: Mapping[int, int],
+    ) -> None:  # fmt: skip
         """Let a table have what was loaded, on disk, too, where it has snapshots."""
-        self.tables[name].replace(values, state)
-        self.tables[name].load = self.loaded[name] = turn
+        answers = self.tables[name].take_loaded(values, state, clocks, turn)
+        self.loaded[name] = turn
         if self._snapshots is not None:  # Before anybody hears of it: they have no newer version.
             self._saved[name] = self.tables[name].version
             self._snapshots.write(self.saved(name))
+        for answer in answers:
+            self.listener.send(*answer)
 
     # -- another number of servers
 

@@ -89,15 +89,12 @@ class Clocks:
     def stand(self, clocks: Mapping[int, int]) -> None:
         """Have workers at these steps: the values that were loaded have no push of them.
 
-        What a worker has pushed of later ones in sync, which is no part of an update yet, it makes
-        again.
+        In sync, all of them make the next update; no push of it is here any more.
         """
-        for worker in self.finished.keys() & clocks.keys():
-            self.finished[worker] = clocks[worker]
-            for step in [each for each in self.present if each >= clocks[worker]]:
-                self.present[step].discard(worker)
-                if not self.present[step]:
-                    del self.present[step]
+        if self.mode.name == SYNC:
+            clocks = dict.fromkeys(self.finished, self.version)
+        self.finished.update({each: clocks[each] for each in self.finished.keys() & clocks.keys()})
+        self.present.clear()
 
     def push(self, worker: int, clock: int) -> bool:
         """Take note of the push of step `clock`; return False for one that was here before.

@@ -65,6 +65,9 @@ class Table:
         self._of: int | None = None  # The worker whose first values it has begun with.
         self._starts = Starts()
         self._newcomers: dict[int, bytes] = {}  # Worker -> the process as which it has come first.
+        # Worker -> its process that has started here since the last load. What comes of another one
+        # was sent before.
+        self._started: dict[int, bytes] = {}
         self._pulls: dict[int, Pull] = {}
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
@@ -125,6 +128,24 @@ class Table:
         self.updater.begin(values)
         self.updater.load(state)
         self._sent.clear()
+
+    def take_loaded(
+        self, values: Sequence[Array], state: Mapping[str, Array], clocks: Mapping[int, int],
+        turn: int,
+    ) -> list[Answer]:  # fmt: skip
+        """Have what was loaded, and workers at these clocks; no push of before counts any more.
+
+        All workers start again. In sync, a push that its worker still has is sent again then: it
+        counts on all servers, and that of a worker that was lost on none of them.
+        """
+        self.replace(values, state)
+        self.clocks.stand(clocks)
+        self.load, self._of = turn, None
+        self._started.clear()
+        self._gradients.clear()
+        self._pieces = Assemblies(self.blocks)
+        pulls, self._pulls = self._pulls.values(), {}
+        return [self._answer(peer, message.request, "restarted") for peer, message in pulls]
 
     def moved(self) -> list[Answer]:
         """Return what workers hear that wait for this table, when other servers keep it."""
@@ -201,6 +222,7 @@ class Table:
                 self.updater.begin(self._first_values_of(worker, message))
                 self._sent.clear()
             body = {"clock": self.clocks.enter(worker), "is_known": True, "of": self._of}
+            self._started[worker] = peer
             return [self._answer(peer, message.request, "started", body)]
         if worker != self._starts.wanted:
             return []
@@ -249,6 +271,7 @@ class Table:
             kind = "rolled_back" if is_ahead else "started"
             if worker not in knew:
                 self._newcomers[worker] = start.peer
+            self._started[worker] = start.peer
             is_known = self._newcomers.get(worker) != start.peer  # Else it only asks again.
             body: dict[str, Any] = {
                 "clock": self.clocks.enter(worker), "is_known": is_known, "of": self._of
@@ -263,7 +286,7 @@ class Table:
 
     def push(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Take the gradients of a step; one that was here before is answered, and not applied."""
-        if not self.begun or worker not in self.clocks.finished:
+        if not self._has_started(peer, worker):
             return [self._answer(peer, message.request, "restarted")]
         expected = self.clocks.finished[worker]
         if is_piece(message.body):
@@ -295,11 +318,14 @@ class Table:
 
     def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Answer with the values when the mode allows it."""
-        if not self.begun or worker not in self.clocks.finished:
+        if not self._has_started(peer, worker):
             return [self._answer(peer, message.request, "restarted")]
         self._pulls[worker] = Pull(peer, message)
         self.records.begin("pull", self.name, f"worker {worker}")
         return self._go_on()
+
+    def _has_started(self, peer: bytes, worker: int) -> bool:
+        return worker in self.clocks.finished and self._started.get(worker) == peer
 
     def leave(self, worker: int) -> list[Answer]:
         """Let the others go on without a worker; what it has pushed counts."""

@@ -162,12 +162,12 @@ class _Phases:
 
         A worker that has come again makes the steps again that some servers have. It may not have
         said so yet: it begins at the lowest step that servers know of it. In sync nobody holds
-        pushes back, and this worker alone knows where it stands.
+        pushes back, and all make the next update.
         """
         found = {}
         for name, table in self._named.items():
             if table.is_sync:
-                found[name] = [(self._worker.number, table.clock)]
+                found[name] = []
                 continue
             clocks: dict[int, int] = {}
             for worker, clock in [each for answer in answers for each in answer["clocks"][name]]:

@@ -210,8 +210,7 @@ class TableShards:
 
     def refresh(self) -> None:
         """Take note that the servers have other values."""
-        if not self.is_sync:  # All of them stand where this worker has said.
-            self.is_half_pushed = False
+        self.is_half_pushed = False  # All servers have it at the same step.
         if self.on_load is not None:
             self.on_load()
 
