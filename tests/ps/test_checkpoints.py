@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.numpy import ps
 from hvdlite.ps import context
 from hvdlite.ps.layouts.blocks import TensorSpec
-from hvdlite.ps.scheduler.barrier import LOAD, SAVE, CheckpointOrder
+from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE, CheckpointOrder
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC, SYNC
 from hvdlite.ps.tables.updater import Added
@@ -362,41 +362,55 @@ PEERS = (b"0", b"1")
 def test_turns_are_given_one_after_another() -> None:
     turns, save = CheckpointOrder(), {"what": SAVE}
 
-    def turn_of(peer: bytes, request: int, now: int, peers: Sequence[bytes] = PEERS) -> int:
-        assert turns.ask(peer, request, save, peers, now) is None
-        ((to, answer),) = turns.begin([0, 1])
-        return int(answer.body["turn"]) if (to, answer.request) == (peer, request) else 0
+    def answers(now: int, peers: Sequence[bytes] = PEERS) -> list[tuple[bytes, int, int]]:
+        found = turns.go_on(peers, [0, 1], now)
+        return [(to, answer.request, answer.body["turn"]) for to, answer in found]
 
-    assert turn_of(b"0", 7, 100) == 100
-    assert turn_of(b"0", 7, 101) == 100  # It was sent again.
-    assert turn_of(b"1", 3, 102) == 0
+    turns.ask(b"0", 7, save)
+    assert answers(100) == [(b"0", 7, 100)] and answers(101) == []
+    turns.ask(b"0", 7, save)
+    assert answers(101) == [(b"0", 7, 100)]  # It was sent again.
+    turns.ask(b"1", 3, save)
+    assert answers(102) == []
     turns.end(99, None)  # One of before.
-    assert turn_of(b"1", 3, 103) == 0
+    assert answers(103) == []
     turns.end(100, None)
-    assert turn_of(b"1", 3, 90) == 101  # It rises, whatever the clock does.
-    assert turn_of(b"0", 8, 200, [b"0", b"1 that has come again"]) == 200
+    assert answers(90) == [(b"1", 3, 101)]  # Unasked. It rises, whatever the clock does.
+    turns.ask(b"0", 8, save)
+    assert answers(200, [b"0", b"1 that has come again"]) == [(b"0", 8, 200)]
+    turns.ask(b"1", 9, save)
+    assert answers(201, [b"0"]) == []
+    turns.end(200, None)
+    assert answers(202) == []  # It was lost meanwhile.
 
 
 def test_a_load_is_made_once_for_all() -> None:
     turns, load = CheckpointOrder(), {"what": LOAD, "number": 1, "late": False}
-    assert turns.ask(b"0", 1, load, PEERS, 10) is None
-    assert turns.load == 10 and not turns.begin([0, 1])
+    peers = (*PEERS, b"2")
+    turns.ask(b"0", 1, load)
+    assert not turns.go_on(peers, [0, 1], 10) and turns.load == 10
     for worker in (0, 1):
-        assert not turns.report(9, worker, {"t": 3})  # Of another one.
-        assert turns.report(10, worker, {"t": worker})
-    assert not turns.begin([0, 1, 2])
-    ((_, answer),) = turns.begin([0, 1])
+        turns.report(9, worker, {"t": 3})  # Of another one.
+        assert not turns.go_on(peers, [0, 1], 11)
+        turns.report(10, worker, {"t": worker})
+    assert not turns.go_on(peers, [0, 1, 2], 12)
+    ((_, answer),) = turns.go_on(peers, [0, 1], 12)
     assert answer.body["clocks"] == [(0, {"t": 0}), (1, {"t": 1})]
     kept = CheckpointOrder.again(*turns.state())
-    assert kept.load == 10 and not kept.begin([0, 1])  # It is under way.
-    assert kept.ask(b"0", 1, load, [b""], 20) is None and kept.load == 20  # It did not hear it.
+    assert not kept.go_on([b""], [0, 1], 13) and kept.load == 10  # It is under way.
+    kept.ask(b"0", 1, load)
+    assert not kept.go_on([b""], [0, 1], 20) and kept.load == 20  # It did not hear it.
+    turns.ask(b"1", 1, load)
+    turns.ask(b"2", 1, {**load, "number": 9, "late": True})
+    assert not turns.go_on(peers, [0, 1], 14)
     turns.end(10, {"t": 5})
     assert not turns.load
     wanted = {"turn": 0, "loads": 1, "steps": {"t": 5}}
-    assert turns.ask(b"1", 1, load, PEERS, 11) == wanted
-    assert turns.ask(b"2", 1, {**load, "number": 9, "late": True}, PEERS, 12) == wanted
+    told = turns.go_on(peers, [0, 1], 15)
+    assert [(to, each.body) for to, each in told] == [(b"1", wanted), (b"2", wanted)]
     again = CheckpointOrder(turns.loads, turns.steps)  # Of a scheduler that comes again.
-    assert again.ask(b"1", 1, load, PEERS, 13) == wanted
+    again.ask(b"1", 1, load)
+    assert [each.body for _, each in again.go_on(peers, [0, 1], 13)] == [wanted]
     again.end(10, {"t": 6})  # A worker has been through with its turn meanwhile.
     assert again.loads == 2
     again.end(10, {"t": 6})

@@ -17,7 +17,8 @@ from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import specs_of_words
 from hvdlite.ps.layouts.layout import rebalance
-from hvdlite.ps.scheduler.barrier import Barrier, CheckpointOrder
+from hvdlite.ps.scheduler.barrier import Barrier
+from hvdlite.ps.scheduler.checkpoint_order import CheckpointOrder
 from hvdlite.ps.scheduler.registry import Change, Registry, TableOptions
 from hvdlite.ps.scheduler.state_file import StateFile
 
@@ -85,7 +86,7 @@ class Scheduler:
     def serve(self, ended: Callable[[], bool]) -> None:
         """Answer until `ended`, which is called at least twice a second."""
         while not ended():
-            answers = self._answers()
+            answers = self._answers() + self._go_on_with_turns()
             self._look_at_change()
             if self._file.unkept:
                 self._keep()
@@ -153,7 +154,8 @@ class Scheduler:
         layout, wanted, now = self.registry.layout, self._wanted, outside.now()
         change = self._change
         if self._turns.load:
-            return self._turns.look([peer for peer, _ in self._roll().values()])
+            self._change = None  # It is made after the load.
+            return
         if change is None and (wanted == layout.num_servers or self.registry.immovable()):
             return
         if now < self._change_begins:
@@ -262,10 +264,8 @@ class Scheduler:
         clocks = message.body["clocks"]
         if change is not None and clocks.keys() >= self.registry.tables_of(member.number):
             change.report(member.number, clocks)
-        answers = [_answer(peer, message, "done")]
-        if self._turns.report(message.body["change"], member.number, clocks):
-            answers += self._begin_turn()
-        return answers
+        self._turns.report(message.body["change"], member.number, clocks)
+        return [_answer(peer, message, "done")]
 
     def _stand(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self._member(peer), self._changing(message)
@@ -308,19 +308,14 @@ class Scheduler:
     # -- checkpoints
 
     def _turn(self, peer: bytes, message: Message) -> list[Answer]:
-        peers, number = {each for each, _ in self._roll().values()}, self._next_number()
-        body = self._turns.ask(peer, message.request, message.body, peers, number)
-        if body is not None:
-            return [_answer(peer, message, "turn", **body)]
-        if self._turns.load:
-            self._change = None  # It is made after the load.
-        return self._begin_turn()
+        self._turns.ask(peer, message.request, message.body)
+        return []  # See `_go_on_with_turns`.
 
-    def _begin_turn(self) -> list[Answer]:
-        """Let a worker save or load, as soon as nobody pushes meanwhile."""
-        answers = self._turns.begin(self.membership.workers())
+    def _go_on_with_turns(self) -> list[Answer]:
+        peers = [peer for peer, _ in self._roll().values()]
+        answers = self._turns.go_on(peers, self.membership.workers(), self._next_number())
         if self._turns.turn > self._number or answers:
-            self._take_number(self._turns.turn)
+            self._take_number(max(self._turns.turn, self._number))
         if answers:
             self._loading = self._servers()
         return answers

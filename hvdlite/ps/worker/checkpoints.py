@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.messages import Message
-from hvdlite.ps.scheduler.barrier import LOAD, SAVE
+from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE
 from hvdlite.ps.server.checkpoints import remote_error
 from hvdlite.ps.worker.ordered_operations import MovedError
 from hvdlite.ps.worker.table_shards import TableShards
@@ -164,7 +164,7 @@ class _Phases:
         said so yet: it begins at the lowest step that servers know of it. In sync nobody holds
         pushes back, and all make the next update.
         """
-        found = {}
+        found: dict[str, list[tuple[int, int]]] = {}
         for name, table in self._named.items():
             if table.is_sync:
                 found[name] = []

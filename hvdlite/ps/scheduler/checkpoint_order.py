@@ -1,0 +1,115 @@
+"""Whose turn it is to save or load: the scheduler lets one worker after another do it.
+
+All workers call `ps.load`, and the first one does it for all: the second call of a worker is the
+second load of the job. A worker that comes when others have made steps loads nothing any more.
+
+A load undoes what was pushed before it, on all servers or on none of them: it begins when each
+worker holds its pushes back, and has said at which step it stands, as in a change of the number
+of servers (see `Change`). Of these there is none meanwhile.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdlite.ps.connections.messages import Answer, Message
+
+SAVE, LOAD = "save", "load"
+
+
+@dataclass
+class CheckpointOrder:
+    """The turns. `steps` are those before the steps that tables count, since the last load.
+
+    They are what the worker that has made it says.
+    """
+
+    loads: int = 0  # How many the job has made.
+    steps: Mapping[str, Any] = field(default_factory=dict)
+    turn: int = 0
+    _holder: bytes | None = None  # The process that saves or loads.
+    _request: int = 0  # With which it has asked.
+    _loads: bool = False  # Whether it loads, and not saves.
+    _begun: bool = False  # Whether it has heard that it is its turn.
+    # Of a load: workers that hold their pushes back -> the next step of each table.
+    _clocks: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    # Processes that wait for their turns -> their requests, and what they say.
+    _waiting: dict[bytes, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
+
+    @classmethod
+    def again(
+        cls, loads: int, steps: Mapping[str, Any], turn: int = 0, holder: str = ""
+    ) -> CheckpointOrder:
+        """Return what `state` is of. Whoever asks again has not heard that it is its turn."""
+        return cls(loads, steps, turn, bytes.fromhex(holder) or None, _loads=True, _begun=True)
+
+    def state(self) -> list[Any]:
+        """Return what a scheduler that comes again has to know, as JSON can hold it."""
+        turn = [self.turn, self._holder.hex()] if self.load and self._holder else []
+        return [self.loads, dict(self.steps), *(turn if self._begun else ())]
+
+    @property
+    def load(self) -> int:
+        """The turn of a load: all hold their pushes back. 0: nobody loads."""
+        return self.turn if self._loads and self._holder is not None else 0
+
+    def ask(self, peer: bytes, request: int, body: Mapping[str, Any]) -> None:
+        """Take note that a process waits for its turn, or has not heard that it is."""
+        if (self._holder, self._request) == (peer, request):
+            self._begun = False
+        else:
+            self._waiting[peer] = request, body
+
+    def report(self, turn: int, worker: int, clocks: Mapping[str, int]) -> None:
+        """Take note that a worker holds its pushes back, and of the next step of each table."""
+        if turn == self.load:
+            self._clocks[worker] = clocks
+
+    def go_on(self, peers: Collection[bytes], workers: Collection[int], now: int) -> list[Answer]:
+        """Return what those hear whose turn it is, and those for which another one has loaded.
+
+        `peers` are the processes that are there: the turn of one that is lost is over, as is that
+        of one in whose place another one has come, which need not save or load. An empty one is
+        that of a member of which a scheduler that has come again will hear. A turn is `now`, a
+        number that rises; a load begins where none of `workers` pushes.
+        """
+        if b"" not in peers:
+            self._waiting = {peer: each for peer, each in self._waiting.items() if peer in peers}
+        if self._holder in self._waiting or not {self._holder, b""} & {*peers}:
+            self._holder = None
+        answers = []
+        while self._holder is None and self._waiting:
+            peer = next(iter(self._waiting))
+            request, body = self._waiting.pop(peer)
+            loads = body["what"] == LOAD
+            if loads and (body["number"] <= self.loads or body["late"]):
+                answers.append(self._answer(peer, request, turn=0))
+                continue
+            self._holder, self._request, self.turn = peer, request, max(now, self.turn + 1)
+            self._loads, self._begun, self._clocks = loads, False, {}
+        is_quiet = not self.load or self._clocks.keys() >= set(workers)
+        if self._holder is not None and not self._begun and is_quiet:
+            self._begun, clocks = True, [*self._clocks.items()]
+            answers.append(self._answer(self._holder, self._request, turn=self.turn, clocks=clocks))
+        return answers
+
+    def _answer(self, peer: bytes, request: int, **body: Any) -> Answer:
+        body |= {"loads": self.loads, "steps": dict(self.steps)}
+        return Answer(peer, Message("turn", request, body=body))
+
+    def is_over(self, turn: int) -> bool:
+        """Return whether a turn is over; one that is not known is of another scheduler before."""
+        return turn < self.turn or (turn == self.turn and self._holder is None)
+
+    def end(self, turn: int, steps: Mapping[str, Any] | None) -> None:
+        """Take note that a turn is over, with these `steps` of each table where it was a load."""
+        if self.is_over(turn):
+            return
+        self.turn, self._holder = turn, None
+        if steps is not None:
+            self.loads += 1
+            self.steps = dict(steps)
