@@ -400,18 +400,22 @@ def test_a_load_is_made_once_for_all() -> None:
     assert not kept.go_on([b""], [0, 1], 13) and kept.load == 10  # It is under way.
     kept.ask(b"0", 1, load)
     assert not kept.go_on([b""], [0, 1], 20) and kept.load == 20  # It did not hear it.
-    turns.ask(b"1", 1, load)
-    turns.ask(b"2", 1, {**load, "number": 9, "late": True})
-    assert not turns.go_on(peers, [0, 1], 14)
-    turns.end(10, {"t": 5})
-    assert not turns.load
-    wanted = {"turn": 0, "loads": 1, "steps": {"t": 5}}
-    told = turns.go_on(peers, [0, 1], 15)
-    assert [(to, each.body) for to, each in told] == [(b"1", wanted), (b"2", wanted)]
+    assert turns.end(9, {"steps": {"t": 9}})  # Another one: it is over, and counts nowhere.
+    assert not turns.end(10, {"steps": {"t": 5}})
+    assert turns.decided == {"steps": {"t": 5}}
+    assert not turns.end(10, None)  # Now it counts, whatever becomes of who leads it.
+    for each in (turns, CheckpointOrder.again(*turns.state())):
+        each.ask(b"1", 1, load)
+        each.ask(b"2", 1, {**load, "number": 9, "late": True})
+        assert not each.go_on(peers[1:], [0, 1], 14)
+        assert each.load == 10
+        each.end_load()
+        assert not each.load and each.decided is None and each.end(10, None)
+        wanted = {"turn": 0, "loads": 1, "steps": {"t": 5}}
+        told = each.go_on(peers, [0, 1], 15)
+        assert [(to, answer.body) for to, answer in told] == [(b"1", wanted), (b"2", wanted)]
     again = CheckpointOrder(turns.loads, turns.steps)  # Of a scheduler that comes again.
     again.ask(b"1", 1, load)
     assert [each.body for _, each in again.go_on(peers, [0, 1], 13)] == [wanted]
-    again.end(10, {"t": 6})  # A worker has been through with its turn meanwhile.
-    assert again.loads == 2
-    again.end(10, {"t": 6})
-    assert again.loads == 2
+    assert again.end(10, {"steps": {"t": 6}})  # It has forgotten it: the load is made anew.
+    assert again.decided is None and again.loads == 1

@@ -97,16 +97,16 @@ def test_a_step_is_taken_again_of_a_worker_that_stands_before_it() -> None:
             clocks.enter(worker)
         assert clocks.push(1, 0)
         if mode.name == ASYNC:
-            clocks.stand({1: 1})
+            clocks.stand(0, {1: 1})
             assert not clocks.push(1, 0), "it stands where it was"
-        clocks.stand({1: 0} if mode.name == ASYNC else {})
+        clocks.stand(0, {1: 0} if mode.name == ASYNC else {})
         assert clocks.complete() is None
         clocks.enter(2)
         assert clocks.finished == {0: 0, 1: 0, 2: 0}, "who comes now begins with that step, too"
         assert all(clocks.push(worker, 0) for worker in range(3))
         assert mode.name != SYNC or clocks.complete() == [0, 1, 2]
     clocks = Clocks(Mode(ASYNC), 3, {0: 2, 1: 1})
-    clocks.stand({0: 1, 1: 2, 2: 5})
+    clocks.stand(0, {0: 1, 1: 2, 2: 5})
     assert clocks.finished == {0: 1, 1: 2}
 
 

@@ -69,7 +69,9 @@ def test_what_is_new_while_a_beat_is_under_way_is_told_by_one_more() -> None:
 def test_a_worker_tells_of_each_table_only_where_a_change_waits_for_it() -> None:
     tell = Mock()
     follower = LayoutFollower(Mock(), tell, lambda: 0)
-    news: dict[str, Any] = {"layout": 1, "layout_servers": 1, "change": None, "load": 0}
+    news: dict[str, Any] = {
+        "layout": 1, "layout_servers": 1, "change": None, "load": 0, "decided": None,
+    }  # fmt: skip
 
     def add(names: str) -> int:
         tell.reset_mock()

@@ -464,7 +464,8 @@ def test_a_push_that_was_sent_before_a_load_is_not_taken_after_it(mode: Mode) ->
     first.step = 1
     loaded = values_of(5, 5)
     state = {str(number): np.zeros_like(array) for number, array in enumerate(loaded)}
-    table.take_loaded([array.copy() for array in loaded], state, {0: 0, 1: 0}, turn=7)
+    copies = [array.copy() for array in loaded]
+    table.take_loaded(copies, state, 7, 0, {0: 0, 1: 0}, workers=[0, 1])
     first.step = 0
     for worker in (first, second):
         assert [each.message.kind for each in worker.push(table)] == ["restarted"]

@@ -5,7 +5,10 @@ second load of the job. A worker that comes when others have made steps loads no
 
 A load undoes what was pushed before it, on all servers or on none of them: it begins when each
 worker holds its pushes back, and has said at which step it stands, as in a change of the number
-of servers (see `Change`). Of these there is none meanwhile.
+of servers (see `Change`). Of these there is none meanwhile. When all servers have read what they
+are to have, the worker that leads tells the scheduler. From then on the load counts: all servers
+hear of it with the news, and make it, whatever becomes of that worker. A server that comes again
+reads it anew. The load is over when all of them stand at it.
 
 This module never sends, sleeps or reads a clock.
 """
@@ -23,14 +26,12 @@ SAVE, LOAD = "save", "load"
 
 @dataclass
 class CheckpointOrder:
-    """The turns. `steps` are those before the steps that tables count, since the last load.
-
-    They are what the worker that has made it says.
-    """
+    """The turns. `steps` are those before the steps that tables count, since the last load."""
 
     loads: int = 0  # How many the job has made.
     steps: Mapping[str, Any] = field(default_factory=dict)
     turn: int = 0
+    decided: Mapping[str, Any] | None = None  # The load that counts, and is not over yet.
     _holder: bytes | None = None  # The process that saves or loads.
     _request: int = 0  # With which it has asked.
     _loads: bool = False  # Whether it loads, and not saves.
@@ -42,14 +43,16 @@ class CheckpointOrder:
 
     @classmethod
     def again(
-        cls, loads: int, steps: Mapping[str, Any], turn: int = 0, holder: str = ""
-    ) -> CheckpointOrder:
+        cls, loads: int, steps: Mapping[str, Any], turn: int = 0, holder: str = "",
+        decided: Mapping[str, Any] | None = None,
+    ) -> CheckpointOrder:  # fmt: skip
         """Return what `state` is of. Whoever asks again has not heard that it is its turn."""
-        return cls(loads, steps, turn, bytes.fromhex(holder) or None, _loads=True, _begun=True)
+        process = bytes.fromhex(holder) or None
+        return cls(loads, steps, turn, decided, process, _loads=True, _begun=True)
 
     def state(self) -> list[Any]:
         """Return what a scheduler that comes again has to know, as JSON can hold it."""
-        turn = [self.turn, self._holder.hex()] if self.load and self._holder else []
+        turn = [self.turn, self._holder.hex(), self.decided] if self.load and self._holder else []
         return [self.loads, dict(self.steps), *(turn if self._begun else ())]
 
     @property
@@ -79,7 +82,8 @@ class CheckpointOrder:
         """
         if b"" not in peers:
             self._waiting = {peer: each for peer, each in self._waiting.items() if peer in peers}
-        if self._holder in self._waiting or not {self._holder, b""} & {*peers}:
+        is_there = self._holder not in self._waiting and {self._holder, b""} & {*peers}
+        if not is_there and self.decided is None:
             self._holder = None
         answers = []
         while self._holder is None and self._waiting:
@@ -101,15 +105,22 @@ class CheckpointOrder:
         body |= {"loads": self.loads, "steps": dict(self.steps)}
         return Answer(peer, Message("turn", request, body=body))
 
-    def is_over(self, turn: int) -> bool:
-        """Return whether a turn is over; one that is not known is of another scheduler before."""
-        return turn < self.turn or (turn == self.turn and self._holder is None)
+    def end(self, turn: int, load: Mapping[str, Any] | None) -> bool:
+        """Take note that a turn is over, or, with a `load`, that this one counts from now on.
 
-    def end(self, turn: int, steps: Mapping[str, Any] | None) -> None:
-        """Take note that a turn is over, with these `steps` of each table where it was a load."""
-        if self.is_over(turn):
-            return
-        self.turn, self._holder = turn, None
-        if steps is not None:
-            self.loads += 1
-            self.steps = dict(steps)
+        Return whether it is over. One that is not known is that of another scheduler before, as
+        which nobody has begun to load.
+        """
+        if self._holder is None or turn != self.turn:
+            return True
+        if self.decided is None:
+            self.decided = load
+        if self.decided is None:
+            self._holder = None
+        return self._holder is None
+
+    def end_load(self) -> None:
+        """Take note that all servers have made the load that counts."""
+        assert self.decided is not None
+        self.loads += 1
+        self.steps, self.decided, self._holder = self.decided["steps"], None, None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.logs import log
@@ -36,6 +36,12 @@ ROLE_OF = {
 }
 
 
+class _Standing(NamedTuple):
+    layout: int = 0  # In which a member is.
+    tables: frozenset[str] = frozenset()  # That it has begun.
+    load: int = 0  # The last one that a server has made.
+
+
 class Scheduler:
     """The scheduler behind a listener. `state_file` is where it keeps what it must know again."""
 
@@ -61,10 +67,8 @@ class Scheduler:
         # By which servers know whose snapshots they find.
         self._job = outside.random_bytes(8).hex()
         self._turns = CheckpointOrder()
-        self._loading: dict[Any, Any] = {}  # The servers that a load has found, as processes.
         self._number = 0  # The last one of a turn or a change; see `_next_number`.
-        # What members have said in their beats: the layout in which they are, and their tables.
-        self._standing: dict[bytes, tuple[int, frozenset[str]]] = {}
+        self._standing: dict[bytes, _Standing] = {}  # What members have said in their beats.
         self._obstacle, self._warns_at = "", 0.0  # To the change that is wanted.
         self._change_seconds = CHANGE_SECONDS
         self._change_begins = self._change_ends = 0.0  # At the earliest, and at the latest.
@@ -140,8 +144,15 @@ class Scheduler:
             "job": self._job, "layout": self.registry.version,
             "layout_servers": self.registry.layout.num_servers, "wanted": self._wanted,
             "change": None if self._change is None else self._change.describe(),
-            "load": self._turns.load,
+            "load": self._turns.load, "decided": self._decided(),
         }  # fmt: skip
+
+    def _decided(self) -> dict[str, Any] | None:
+        """Return the load that counts, and which tables anybody begins who comes again."""
+        if self._turns.decided is None:
+            return None
+        needed = set[str]().union(*map(self.registry.tables_of, self.membership.workers()))
+        return {**self._turns.decided, "needed": sorted(needed)}
 
     # -- servers that come and go
 
@@ -236,7 +247,7 @@ class Scheduler:
             if (SERVER, number) not in roll:
                 return f"server {number} is not there"
         for (role, number), (peer, _) in roll.items():
-            layout, tables = self._standing.get(peer, (0, frozenset()))
+            layout, tables, _ = self._standing.get(peer, _Standing())
             needed = registry.tables_of(number) if role == WORKER else set(registry.modes())
             if role == SERVER and number >= registry.layout.num_servers:
                 needed = set()
@@ -312,19 +323,25 @@ class Scheduler:
         return []  # See `_go_on_with_turns`.
 
     def _go_on_with_turns(self) -> list[Answer]:
-        peers = [peer for peer, _ in self._roll().values()]
-        answers = self._turns.go_on(peers, self.membership.workers(), self._next_number())
-        if self._turns.turn > self._number or answers:
-            self._take_number(max(self._turns.turn, self._number))
-        if answers:
-            self._loading = self._servers()
+        """End a load that all servers have made, and let others have their turns."""
+        roll, turns, decided = self._roll(), self._turns, self._turns.decided
+        if decided is not None and self._have_all_loaded(roll, decided["turn"]):
+            self.registry.loaded.update(dict.fromkeys(decided["clocks"], decided["turn"]))
+            turns.end_load()
+            self._keep()
+        peers = [peer for peer, _ in roll.values()]
+        answers = turns.go_on(peers, self.membership.workers(), self._next_number())
+        if turns.turn > self._number or answers:
+            self._take_number(max(turns.turn, self._number))
         return answers
 
-    def _servers(self) -> dict[tuple[str, int], tuple[bytes, int]]:
-        """Return which processes keep the tables."""
-        count = self.registry.layout.num_servers
-        keys = [(SERVER, number) for number in range(count)]
-        return {key: each for key, each in self._roll().items() if key in keys}
+    def _have_all_loaded(
+        self, roll: Mapping[tuple[str, int], tuple[bytes, int]], turn: int
+    ) -> bool:
+        servers = [(SERVER, number) for number in range(self.registry.layout.num_servers)]
+        peers = [roll[each][0] for each in servers if each in roll]
+        stands = [self._standing[peer].load for peer in peers if peer in self._standing]
+        return len(stands) == len(servers) and min(stands) >= turn
 
     def _next_number(self) -> int:
         """Return a number for a turn or a change, higher than those of all that came before it.
@@ -338,18 +355,9 @@ class Scheduler:
         self._keep()
 
     def _over(self, peer: bytes, message: Message) -> list[Answer]:
-        turn, steps = message.body["turn"], message.body["steps"]
-        loaded = steps is not None and self._loading == self._servers()
-        if steps is not None and not loaded and not self._turns.is_over(turn):
-            # A server has come again, perhaps after it had loaded: all of them load once more.
-            self._loading = self._servers()
-            return [_answer(peer, message, "done", loaded=False)]
-        if loaded:
-            for name in steps:
-                self.registry.loaded[name] = max(turn, self.registry.loaded.get(name, 0))
-        self._turns.end(turn, steps)
+        is_over = self._turns.end(message.body["turn"], message.body["load"])
         self._keep()
-        return [_answer(peer, message, "done", loaded=True)]
+        return [_answer(peer, message, "done", over=is_over)]
 
     # -- requests
 
@@ -376,7 +384,8 @@ class Scheduler:
         if not self.membership.beat(peer, outside.now()):
             return [_answer(peer, message, "restarted")]
         tables = message.body["tables"]
-        self._standing[peer] = message.body["layout"], frozenset(tables)
+        layout, load = message.body["layout"], message.body.get("load", 0)
+        self._standing[peer] = _Standing(layout, frozenset(tables), load)
         if [name for name, version in tables.items() if self.registry.reach(name, version)]:
             self._keep()  # Their first values must not come again.
         return [_answer(peer, message, "beat", **self._describe())]

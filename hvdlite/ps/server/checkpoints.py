@@ -1,9 +1,10 @@
 """The part of a server in `ps.save` and `ps.load`: it writes and reads its share of the tables.
 
-A worker leads, in phases, each of which all servers have done before the next one begins. Its
-attempts have rising numbers. A request of an older attempt was sent again too late, or by a worker
-whose turn a scheduler has forgotten that was lost: it is `overtaken`. One of a phase that is done
-already is answered, and not done again.
+A worker leads, in phases, each of which all servers have done before the next one begins. What they
+have read counts when the scheduler has taken note of it (see `CheckpointOrder`): then each server
+makes the load by itself, should the worker be lost. Its attempts have rising numbers. A request of
+an older attempt was sent again too late, or by a worker whose turn a scheduler has forgotten that
+was lost: it is `overtaken`. One of a phase that is done already is answered, and not done again.
 
 A checkpoint is a folder with a file of each table from each server (see `saved_files`), and
 layout.json, which has their number and the finished steps: `tables` -> `steps`, `whole`.
@@ -11,7 +12,7 @@ layout.json, which has their number and the finished steps: `tables` -> `steps`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -25,6 +26,7 @@ from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.saved import SavedTable, join
+from hvdlite.ps.tables.table import TableLostError
 
 # What a worker raises again by its name; see `remote_error`.
 ERRORS: tuple[type[Exception], ...] = (
@@ -38,7 +40,6 @@ Body = Mapping[str, Any]
 
 
 class _Read(NamedTuple):
-    name: str
     values: list[Array]
     state: dict[str, Array]
 
@@ -46,18 +47,21 @@ class _Read(NamedTuple):
 class ServerCheckpoints:
     """Answers `save` and `load` in the thread of a server, which answers nothing else meanwhile."""
 
-    def __init__(self, server: Server, number: int) -> None:
+    def __init__(self, server: Server, number: int, tell: Callable[[], object]) -> None:
         self._server, self._number = server, number
+        self._tell = tell  # Lets the scheduler hear of `Server.load`.
+        self._decided: Body | None = None  # The load that counts, and is not over.
         self._attempt: tuple[int, ...] = ()
         self._done: dict[str, dict[str, Any]] = {}  # The phases of the attempt.
         self._to_write: list[SavedTable] = []
-        self._was_read: list[_Read] = []
+        self._was_read: dict[str, _Read] = {}  # By tables.
         self._phases: dict[str, Callable[[Body], dict[str, Any] | None]] = {
             "begin": self._begin, "write": self._write, "commit": self._commit,
             "discard": self._discard, "read": self._read, "apply": self._apply,
         }  # fmt: skip
         server.set_handler("save", self._answer)
         server.set_handler("load", self._answer)
+        server.make_load = lambda: self.look({"decided": self._decided})
 
     def _answer(self, peer: bytes, message: Message) -> list[Answer]:
         body = message.body
@@ -66,9 +70,9 @@ class ServerCheckpoints:
             return [_say(peer, message, "overtaken")]
         if attempt > self._attempt:
             self._attempt, self._done = attempt, {}
-            self._to_write, self._was_read = [], []
+            self._to_write, self._was_read = [], {}
         if phase not in self._done:
-            if phase in ("write", "commit", "apply") and not self._done:
+            if phase in ("write", "commit") and not self._done:
                 return [_say(peer, message, "restarted")]  # What came before is lost.
             try:
                 found = self._phases[phase](body)
@@ -147,7 +151,19 @@ class ServerCheckpoints:
         """Read the tables, and change none yet: a server that cannot must not leave others new."""
         if any(self._is_behind(*words) for words in body["tables"]):
             return None
-        path = Folder(body["directory"]).existing()
+        names = [name for name, *_ in body["tables"]]
+        self._was_read, steps = self._read_tables(body["directory"], names, body["servers"])
+        clocks = {name: self._server.tables[name].clocks.finished for name in names}
+        return {
+            "steps": steps,
+            "clocks": {name: sorted(finished.items()) for name, finished in clocks.items()},
+        }
+
+    def _read_tables(
+        self, directory: str, names: Sequence[str], servers: int
+    ) -> tuple[dict[str, _Read], dict[str, int]]:
+        """Return what this server has to have of tables, and the steps that they have finished."""
+        path = Folder(directory).existing()
         about = manifest.read(path / MANIFEST).values.get(VALUE)
         if about is None:
             raise ValueError(f"{path} was not saved by ps.save: load it by hvd.checkpoint")
@@ -156,16 +172,11 @@ class ServerCheckpoints:
                 f"{path} was saved by a ps.save of another form: load it by the release of hvdlite "
                 "that saved it, and save it with hvd.checkpoint"
             )
-        self._was_read = [
-            self._read_table(path, about, self._server.tables[name].described, body["servers"])
-            for name, *_ in body["tables"]
-        ]
-        names = [each.name for each in self._was_read]
-        clocks = {name: self._server.tables[name].clocks.finished for name in names}
-        return {
-            "steps": {name: about["tables"][name]["steps"] for name in names},
-            "clocks": {name: sorted(finished.items()) for name, finished in clocks.items()},
+        found = {
+            name: self._read_table(path, about, self._server.tables[name].described, servers)
+            for name in names
         }
+        return found, {name: about["tables"][name]["steps"] for name in names}
 
     def _read_table(
         self, path: Path, about: Mapping[str, Any], described: TableDescription, servers: int
@@ -185,14 +196,47 @@ class ServerCheckpoints:
             verify = server % servers == self._number
             sources.append(saved_files.read(file, verify=verify))
             _check(sources[-1].described, described)
-        return _Read(name, *join(described, sources, is_whole=saved[name]["whole"]))
+        return _Read(*join(described, sources, is_whole=saved[name]["whole"]))
 
-    def _apply(self, body: Body) -> dict[str, Any]:
-        for name, values, state in self._was_read:
-            clocks = dict(body["clocks"][name])
-            self._server.take_loaded(name, self._attempt[0], values, state, clocks)
-        self._was_read = []
-        return {}
+    def look(self, news: Mapping[str, Any]) -> None:
+        """Make the load that counts, as the scheduler's latest news say."""
+        self._decided = news.get("decided")
+        if self._decided is not None:
+            self._make(self._decided)
+
+    def _apply(self, body: Body) -> dict[str, Any] | None:
+        return {} if self._make(body["load"]) else None
+
+    def _make(self, load: Body) -> bool:
+        """Make a load that counts; return whether all tables have it.
+
+        One that begins after it, in a server that comes again, begins with what was loaded. Raises
+        `TableLostError` where that cannot be read any more, as others have it already.
+        """
+        server, turn = self._server, int(load["turn"])
+        if server.load >= turn:
+            return True
+        if load["layout"] != server.layout:
+            return False
+        missing = [name for name in load["clocks"] if server.loaded.get(name, 0) < turn]
+        here = [name for name in missing if name in server.tables]
+        found = self._was_read if self._attempt[:1] == (turn,) else {}
+        if not found.keys() >= set(here):
+            try:
+                found, _ = self._read_tables(load["directory"], here, load["servers"])
+            except ERRORS as error:
+                raise TableLostError(
+                    f"server {self._number} has come again while {load['directory']} was loaded, "
+                    f"and cannot read it, which other servers have loaded: {error}"
+                ) from error
+        for name in here:
+            version, clocks = load["clocks"][name]
+            server.take_loaded(name, turn, *found[name], version, dict(clocks))
+        if not set(missing).difference(here).intersection(load.get("needed", missing)):
+            server.loaded.update(dict.fromkeys(missing, turn))
+            server.load, self._was_read = turn, {}
+            self._tell()
+        return server.load >= turn
 
 
 def _file_name(table: str, server: int, servers: int) -> str:

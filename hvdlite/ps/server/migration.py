@@ -88,10 +88,10 @@ class Migration:
         self._told_layout, self._told = server.layout, (self._told - touched) | begun
 
     def standing(self) -> dict[str, Any]:
-        """Return the layout in which this server is, and the versions of tables that have begun."""
+        """Return the layout and the last load of this server, and the versions of its tables."""
         tables = [*self._server.tables.items()]
         begun = {name: table.version for name, table in tables if table.begun}
-        return {"layout": self._server.layout, "tables": begun}
+        return {"layout": self._server.layout, "tables": begun, "load": self._server.load}
 
     def switch_early(self, layout: int) -> None:
         """Switch where a worker has heard before this server that the next layout counts."""

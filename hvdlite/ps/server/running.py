@@ -71,8 +71,10 @@ def run_server(
             reached=welcome["reached"], loaded=welcome["loaded"],
         )  # fmt: skip
         migration = Migration(server, welcome["number"], client, enrolment)
-        ServerCheckpoints(server, welcome["number"])
-        end = _End(server, migration, welcome["number"], news)
+        checkpoints = ServerCheckpoints(
+            server, welcome["number"], lambda: client.call(enrolment.tell)
+        )
+        end = _End(server, migration, checkpoints, welcome["number"], news)
         server.serve(lambda: killed() or end())
         if not killed():
             enrolment.leave()
@@ -108,9 +110,10 @@ class _End:
     """Says whether a server has done its part; lets it hear of others that come and go."""
 
     def __init__(
-        self, server: Server, migration: Migration, number: int, news: Mapping[str, Any]
-    ) -> None:
-        self._server, self._migration = server, migration
+        self, server: Server, migration: Migration, checkpoints: ServerCheckpoints, number: int,
+        news: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._server, self._migration, self._checkpoints = server, migration, checkpoints
         self._number, self._news = number, news
         self._is_used = False  # Whether it keeps something, or has.
         self._empty_since: float | None = None
@@ -119,6 +122,8 @@ class _End:
         if failure := self._news.get("client_failure") or self._news.get("failure"):
             raise HorovodInternalError(failure)
         workers = self._news.get("workers", self._server.workers)
+        # First: what is loaded has no push that a worker which is lost has held up.
+        self._checkpoints.look(self._news)
         self._server.set_workers(workers)
         self._migration.look(self._news)
         keeps = self._number < self._news.get("layout_servers", 0)

@@ -53,6 +53,8 @@ class Server:
         self._snapshots, self._every = snapshots, snapshot_every
         self._reached = reached or {}  # The versions that tables had before this server has come.
         self.loaded = dict(loaded or {})  # Tables -> the turns of their last loads.
+        self.load = 0  # The turn of the last load that all tables have.
+        self.make_load: Callable[[], None] = lambda: None  # The one that counts, in a new table.
         self.records = records
         self._saved: dict[str, int] = {}  # The version of the newest snapshot.
         self._worker_of: dict[bytes, int] = {}
@@ -195,10 +197,11 @@ class Server:
 
     def take_loaded(
         self, name: str, turn: int, values: Sequence[Array], state: Mapping[str, Array],
-        clocks: Mapping[int, int],
+        version: int, clocks: Mapping[int, int],
     ) -> None:  # fmt: skip
         """Let a table have what was loaded, on disk, too, where it has snapshots."""
-        answers = self.tables[name].take_loaded(values, state, clocks, turn)
+        table = self.tables[name]
+        answers = table.take_loaded(values, state, turn, version, clocks, self.workers)
         self.loaded[name] = turn
         if self._snapshots is not None:  # Before anybody hears of it: they have no newer version.
             self._saved[name] = self.tables[name].version
@@ -260,6 +263,7 @@ class Server:
         table = self.tables.get(message.table)
         if table is None:
             table = self._new_table(TableDescription(message.table, message.body["table"]))
+            self.make_load()
         elif (version := message.body.get("goes_back")) is not None and version < table.version:
             table = self._gone_back(table, version)
         return table.start(peer, worker, message, self.workers)

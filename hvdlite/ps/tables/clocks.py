@@ -17,7 +17,7 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
@@ -86,14 +86,19 @@ class Clocks:
         """Let the others go on without a worker. What it has pushed counts."""
         self.finished.pop(worker, None)
 
-    def stand(self, clocks: Mapping[int, int]) -> None:
+    def stand(
+        self, version: int, clocks: Mapping[int, int], newcomers: Collection[int] = ()
+    ) -> None:
         """Have workers at these steps: the values that were loaded have no push of them.
 
-        In sync, all of them make the next update; no push of it is here any more.
+        In sync, all of them make the update after `version`; no push of it is here any more. Of
+        `newcomers` this server knows nothing yet.
         """
         if self.mode.name == SYNC:
-            clocks = dict.fromkeys(self.finished, self.version)
-        self.finished.update({each: clocks[each] for each in self.finished.keys() & clocks.keys()})
+            self.version = max(self.version, version)
+            clocks = dict.fromkeys([*self.finished, *newcomers], self.version)
+        known = self.finished.keys() | set(newcomers)
+        self.finished.update({each: clocks[each] for each in known & clocks.keys()})
         self.present.clear()
 
     def push(self, worker: int, clock: int) -> bool:

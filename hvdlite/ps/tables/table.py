@@ -130,22 +130,24 @@ class Table:
         self._sent.clear()
 
     def take_loaded(
-        self, values: Sequence[Array], state: Mapping[str, Array], clocks: Mapping[int, int],
-        turn: int,
+        self, values: Sequence[Array], state: Mapping[str, Array], turn: int, version: int,
+        clocks: Mapping[int, int], workers: Collection[int],
     ) -> list[Answer]:  # fmt: skip
         """Have what was loaded, and workers at these clocks; no push of before counts any more.
 
+        The table begins with it where it has not begun; in sync it may have been behind `version`.
         All workers start again. In sync, a push that its worker still has is sent again then: it
         counts on all servers, and that of a worker that was lost on none of them.
         """
         self.replace(values, state)
-        self.clocks.stand(clocks)
-        self.load, self._of = turn, None
+        self.clocks.stand(version, clocks, () if self.begun else workers)
+        self.load, self._of, self.begun = turn, None, True
         self._started.clear()
         self._gradients.clear()
         self._pieces = Assemblies(self.blocks)
         pulls, self._pulls = self._pulls.values(), {}
-        return [self._answer(peer, message.request, "restarted") for peer, message in pulls]
+        answers = [self._answer(peer, message.request, "restarted") for peer, message in pulls]
+        return answers + self.look(workers)
 
     def moved(self) -> list[Answer]:
         """Return what workers hear that wait for this table, when other servers keep it."""

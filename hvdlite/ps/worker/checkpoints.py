@@ -18,16 +18,10 @@ from hvdlite.ps.worker.worker import Worker
 LOOK_SECONDS = 0.1  # Until servers are asked again that have moved tables, or come again.
 
 Answers = list[Mapping[str, Any]]
-# Of each table: what is to be added to the steps that a worker counts, and to those of others which
-# have made more or fewer.
-Steps = dict[str, tuple[int, Sequence[tuple[int, int]]]]
 
 
 class _AgainError(Exception):
-    """A server has moved tables meanwhile, or has come again: all phases are to be made anew.
-
-    One that has come again after its last phase has lost what it had loaded: the scheduler says so.
-    """
+    """A server has moved tables meanwhile, or has come again: all phases are to be made anew."""
 
 
 class _OvertakenError(Exception):
@@ -36,50 +30,45 @@ class _OvertakenError(Exception):
 
 def save(worker: Worker, directory: str | os.PathLike[str]) -> None:
     """Let all servers write the tables of a worker; see `hvdlite.ps.context.save`."""
-    _in_turn(worker, _tables_of(worker, "saved"), {"what": SAVE}, directory)
+    _in_turn(worker, _tables_of(worker, "saved"), SAVE, directory)
 
 
 def load(worker: Worker, directory: str | os.PathLike[str]) -> int:
     """Let all servers read the tables of a worker; see `hvdlite.ps.context.load`."""
     tables = _tables_of(worker, "loaded")
     late = not worker.loads and any(table.entered_at > 0 for table in tables.values())
-    number = worker.loads + 1
-    answer, steps = _in_turn(
-        worker, tables, {"what": LOAD, "number": number, "late": late}, directory
-    )
-    if steps is not None:
-        worker.loads += 1
-    else:  # Another worker has done it for all.
-        worker.loads, steps = answer["loads"] if late else number, answer["steps"]
+    answer = _in_turn(worker, tables, LOAD, directory, late=late)
+    worker.loads = answer["loads"] if late else worker.loads + 1
     for name, table in tables.items():
-        before, of_workers = steps.get(name, (0, ()))
+        before, of_workers = answer["steps"].get(name, (0, ()))
         table.steps_before = dict(of_workers).get(worker.number, before)
         table.refresh()
     return max(table.steps_before for table in tables.values())
 
 
 def _in_turn(
-    worker: Worker, tables: Mapping[str, TableShards], body: Mapping[str, Any],
-    directory: str | os.PathLike[str],
-) -> tuple[Mapping[str, Any], Steps | None]:  # fmt: skip
-    """Save or load when it is this worker's turn; return what the scheduler and servers have said.
+    worker: Worker, tables: Mapping[str, TableShards], what: str,
+    directory: str | os.PathLike[str], *, late: bool = False,
+) -> Mapping[str, Any]:  # fmt: skip
+    """Save when it is this worker's turn; load then, unless another worker has done it for all.
 
-    The servers say nothing where it has nothing to do.
+    Return what the scheduler has said last.
     """
-    loads = body["what"] == LOAD
     while True:
-        answer, steps = worker.ask(Message("turn", body=body)).body, None
+        body = {"what": what, "number": worker.loads + 1, "late": late}
+        answer = worker.ask(Message("turn", body=body)).body
         if not (turn := answer["turn"]):
-            return answer, None
-        if loads:
+            return answer
+        if what == LOAD:
             worker.loads = answer["loads"]
         try:
-            steps = _make(worker, tables, body["what"], answer, directory)
-            return answer, steps
+            _make(worker, tables, what, answer, directory)
+            if what == SAVE:
+                return answer
         except _OvertakenError:
             continue
         finally:
-            worker.ask(Message("over", body={"turn": turn, "steps": None}))
+            worker.ask(Message("over", body={"turn": turn, "load": None}))
 
 
 def _tables_of(worker: Worker, done: str) -> dict[str, TableShards]:
@@ -93,14 +82,16 @@ def _tables_of(worker: Worker, done: str) -> dict[str, TableShards]:
 def _make(
     worker: Worker, tables: Mapping[str, TableShards], what: str, answer: Mapping[str, Any],
     directory: str | os.PathLike[str],
-) -> Steps:  # fmt: skip
+) -> None:  # fmt: skip
     """Make all phases, and again from the first one where servers change in between."""
     repeat = 0
     while True:
         attempt = [answer["turn"], repeat]
         phases = _Phases(worker, tables, what, attempt, os.path.abspath(directory))
         try:
-            return phases.save() if what == SAVE else phases.load(answer["clocks"])
+            if what == SAVE:
+                return phases.save()
+            return phases.load(answer["clocks"])
         except (_AgainError, MovedError):
             repeat += 1
             outside.sleep(LOOK_SECONDS)
@@ -129,51 +120,56 @@ class _Phases:
         ]
         self._named = tables
 
-    def save(self) -> Steps:
+    def save(self) -> None:
         self.run("begin", tables=self._tables)
         written = self.run("write", servers=self._servers)
         self.run("commit", only_first=True, tables=self._tables, written=written)
-        return {}
 
-    def load(self, said: Iterable[tuple[int, Mapping[str, int]]]) -> Steps:
-        """Read the tables, and let all servers have them; return the steps before their steps.
+    def load(self, said: Iterable[tuple[int, Mapping[str, int]]]) -> None:
+        """Read the tables, and let all servers have them when the scheduler has taken note of it.
 
         `said` has the steps at which the workers stand.
         """
         answers = self.run("read", tables=self._tables, servers=self._servers)
         clocks = self._clocks_of_all(said, answers)
-        self.run("apply", clocks=clocks)
-        steps_before: Steps = {
+        steps = {
             name: (
                 steps - self._named[name].clock,
-                [(worker, steps - clock) for worker, clock in clocks[name]],
+                [(worker, steps - clock) for worker, clock in clocks[name][1]],
             )
             for name, steps in answers[0]["steps"].items()
         }
-        over = Message("over", body={"turn": self._attempt[0], "steps": steps_before})
-        if not self._worker.ask(over).body["loaded"]:
-            raise _AgainError
-        return steps_before
+        load = {
+            "turn": self._attempt[0], "directory": self._directory, "layout": self._layout,
+            "servers": self._servers, "clocks": clocks, "steps": steps,
+        }  # fmt: skip
+        over = Message("over", body={"turn": load["turn"], "load": load})
+        pause = 0.0
+        while not self._worker.ask(over).body["over"]:
+            outside.sleep(pause)
+            # They hear of it anyway, but later; and this fails where one is lost for good.
+            self.run("apply", load=load)
+            pause = LOOK_SECONDS
 
     def _clocks_of_all(
         self, said: Iterable[tuple[int, Mapping[str, int]]], answers: Answers
-    ) -> dict[str, list[tuple[int, int]]]:
-        """Return where all servers are to have the workers, which hold their pushes back.
+    ) -> dict[str, tuple[int, list[tuple[int, int]]]]:
+        """Return the least version of each table, and where all servers are to have the workers.
 
         A worker that has come again makes the steps again that some servers have. It may not have
-        said so yet: it begins at the lowest step that servers know of it. In sync nobody holds
-        pushes back, and all make the next update.
+        said so yet: it begins at the lowest step that servers know of it. In sync, all make the
+        update after the version.
         """
-        found: dict[str, list[tuple[int, int]]] = {}
+        found: dict[str, tuple[int, list[tuple[int, int]]]] = {}
         for name, table in self._named.items():
             if table.is_sync:
-                found[name] = []
+                found[name] = table.clock, []
                 continue
             clocks: dict[int, int] = {}
             for worker, clock in [each for answer in answers for each in answer["clocks"][name]]:
                 clocks[worker] = min(clock, clocks.get(worker, clock))
             clocks |= {worker: clocks_of[name] for worker, clocks_of in said if name in clocks_of}
-            found[name] = sorted(clocks.items())
+            found[name] = 0, sorted(clocks.items())
         return found
 
     def run(self, phase: str, *, only_first: bool = False, **body: Any) -> Answers:

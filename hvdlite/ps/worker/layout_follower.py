@@ -1,7 +1,7 @@
 """A worker follows the layout: it holds back at borders, and goes to the servers of the next one.
 
-It holds back, too, while a worker loads; but in sync, where servers keep pushes until a step is
-complete: whoever loads may wait for those of others.
+It holds back, too, while a worker loads; but in sync, where whoever loads may wait for pushes of
+others, only when the load counts.
 
 Its methods are called in the client's thread.
 """
@@ -31,7 +31,7 @@ class LayoutFollower:
         self._version = 0  # Of the layout in which the tables are.
         self._is_awaited = False  # A change waits until all have begun their tables.
         self._change = 0  # The identity of the change, or the turn of a load, that is under way.
-        self._is_load = False
+        self._passes_sync = False  # Of a load that does not count yet.
         self._clocks: dict[str, int] = {}  # Of tables that are quiet.
         self._moving: set[str] | None = None  # Tables that are not in the next layout yet.
 
@@ -62,26 +62,27 @@ class LayoutFollower:
             return
         change = body["change"]
         identity = body["load"] if change is None else change["identity"]
+        passes_sync = change is None and body["decided"] is None
         if not identity:
             if self._change:  # It was given up, or is done.
                 self._change = 0
                 for table in self._tables.values():
                     table.gate.open()
-        elif identity != self._change:
-            self._hold_back(identity, is_load=change is None)
+        elif (identity, passes_sync) != (self._change, self._passes_sync):
+            self._hold_back(identity, passes_sync=passes_sync)
         elif change is not None and change["borders"] is not None:
             self._set_borders(change["borders"])
 
     # -- before the border
 
-    def _hold_back(self, change: int, *, is_load: bool) -> None:
-        self._change, self._clocks, self._is_load = change, {}, is_load
+    def _hold_back(self, change: int, *, passes_sync: bool) -> None:
+        self._change, self._clocks, self._passes_sync = change, {}, passes_sync
         for table in self._tables.values():
             self._close(table)
         self._report_if_quiet()
 
     def _close(self, table: TableShards) -> None:
-        if self._is_load and table.is_sync:
+        if self._passes_sync and table.is_sync:
             table.gate.open()
         else:
             table.gate.close(partial(self._note, self._change, table.name))
@@ -93,7 +94,7 @@ class LayoutFollower:
 
     def _report_if_quiet(self) -> None:
         tables = self._tables.items()
-        held = {name for name, table in tables if not (self._is_load and table.is_sync)}
+        held = {name for name, table in tables if not (self._passes_sync and table.is_sync)}
         if self._clocks.keys() >= held:
             body = {"change": self._change, "clocks": dict(self._clocks)}
             self._request(Message("clocks", body=body), lambda _answer: None)
