@@ -20,6 +20,7 @@ from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.worker import checkpoints
+from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import Cluster, Trainer, in_threads, trainers, wait_until
 from tests.ps.test_layout_changes import add_ones, added_up
@@ -139,6 +140,39 @@ def test_a_server_that_is_lost_when_it_has_loaded_has_what_was_loaded(
         for trainer in pair:
             with pytest.raises(HorovodInternalError, match=rf"server {lost} .*the table 't' had"):
                 trainer.table.pull(trainer.values)
+
+
+def snapshots_of(cluster: Cluster, server: int) -> list[str]:
+    folder = cluster.folder / "snapshots" / f"server-{server}"
+    return sorted(path.stem for path in folder.glob("t/*.safetensors"))
+
+
+def test_no_server_goes_back_to_a_snapshot_of_before(new_cluster: NewCluster) -> None:
+    """It would have the values that the load undid, and others those that were loaded."""
+    cluster = new_cluster(1, 2, updater=Added, every=3)
+    pair = saved_twos(cluster, SYNC)
+    assert snapshots_of(cluster, 0) == ["000001-000000000000", "000001-000000000003"]
+    checkpoints.load(pair[0].worker, cluster.folder / "saved")
+    assert snapshots_of(cluster, 0) == ["000001-000000000005"]
+    for trainer in pair:
+        back = partial(trainer.table._shards[0].go_back, PsRolledBack("it was lost", 3))
+        trainer.worker._client.call(back)
+    for trainer in pair:
+        trainer.table.pull(trainer.values)
+        assert added_up(trainer) == {2.0}
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_a_snapshot_that_is_removed_has_none_of_before(new_cluster: NewCluster, mode: str) -> None:
+    """One that is damaged is to be removed, then the one before it counts."""
+    cluster = new_cluster(2, 2, updater=Added, every=3)
+    first, second = saved_twos(cluster, mode, None)
+    checkpoints.load(first.worker, cluster.folder / "saved")
+    cluster.servers[0].end()
+    (only,) = snapshots_of(cluster, 0)
+    (cluster.folder / "snapshots" / "server-0" / "t" / f"{only}.safetensors").unlink()
+    cluster.servers[0] = cluster.start_server(0)
+    in_threads(partial(raises_lost, first), partial(raises_lost, second))
 
 
 @pytest.mark.parametrize("servers", [1, 3])

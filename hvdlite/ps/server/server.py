@@ -203,9 +203,9 @@ class Server:
         table = self.tables[name]
         answers = table.take_loaded(values, state, turn, version, clocks, self.workers)
         self.loaded[name] = turn
-        if self._snapshots is not None:  # Before anybody hears of it: they have no newer version.
-            self._saved[name] = self.tables[name].version
-            self._snapshots.write(self.saved(name))
+        if self._snapshots is not None:  # Before anybody hears of it. They have no newer version,
+            self._saved[name] = table.version  # and nobody is to go back to one of before.
+            self._snapshots.write(self.saved(name), alone=True)
         for answer in answers:
             self.listener.send(*answer)
 

@@ -61,8 +61,8 @@ class SnapshotFolder:
             )
         mark.write_text(job)
 
-    def write(self, snapshot: SavedTable) -> None:
-        """Write a snapshot; it is on disk when this returns.
+    def write(self, snapshot: SavedTable, *, alone: bool = False) -> None:
+        """Write a snapshot; it is on disk when this returns, and no other one where it is `alone`.
 
         What fails is tried again, since descriptors and space may come back, and said. Raises
         HorovodInternalError where it still fails after `MOST_SECONDS`.
@@ -71,7 +71,7 @@ class SnapshotFolder:
         end, pause = outside.now() + MOST_SECONDS, FIRST_PAUSE_SECONDS
         while True:
             try:
-                self._write_once(snapshot)
+                self._write_once(snapshot, kept=1 if alone else KEPT)
                 return
             except OSError as error:
                 why = self._why(snapshot, error)
@@ -88,12 +88,12 @@ class SnapshotFolder:
         folder = self._path / quote(snapshot.described.name, safe="")
         return folder / _name_of(snapshot.layout, snapshot.saved.version)
 
-    def _write_once(self, snapshot: SavedTable) -> None:
+    def _write_once(self, snapshot: SavedTable, kept: int = KEPT) -> None:
         target = self._target(snapshot)
         folder = target.parent
         folder.mkdir(exist_ok=True)
         saved_files.write(target, snapshot)
-        for old in sorted(folder.glob(f"{snapshot.layout:06}-*{SUFFIX}"))[:-KEPT]:
+        for old in sorted(folder.glob(f"{snapshot.layout:06}-*{SUFFIX}"))[:-kept]:
             old.unlink(missing_ok=True)  # The other thread that writes may have done so.
 
     def write_soon(self, snapshot: SavedTable) -> None:
