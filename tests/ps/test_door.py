@@ -58,12 +58,12 @@ def test_who_has_not_enrolled_orders_the_scheduler_nothing(
 ) -> None:
     cluster = new_cluster(2, 1)
     (trainer,) = trainers(cluster, 1)
-    before = cluster.state._turns.loads
+    before = cluster.state.turns.loads
     with peer_of(cluster, address_of_scheduler(cluster)) as stranger:
         assert stranger.ask(kind, 1, "", 0, 0, body).kind == "restarted"
     trainer.train(2)
     assert cluster.state.registry.layout.num_servers == 2
-    assert (cluster.state._wanted, cluster.state._turns.loads) == (2, before)
+    assert (cluster.state.changes.wanted, cluster.state.turns.loads) == (2, before)
 
 
 @pytest.mark.parametrize("where", [lambda c: address_of(c, 0), address_of_scheduler])

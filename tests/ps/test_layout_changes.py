@@ -16,8 +16,9 @@ from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import Layout
-from hvdlite.ps.scheduler import scheduler as schedulers
-from hvdlite.ps.scheduler.registry import Change, TableOptions
+from hvdlite.ps.scheduler import changes
+from hvdlite.ps.scheduler.changes import Change
+from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Clocks, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
@@ -85,8 +86,8 @@ def test_a_worker_that_does_not_make_its_step_again_holds_nobody_up(
     mode: str, staleness: int | None, loads: bool,
 ) -> None:  # fmt: skip
     """A server has a step of it; its successor loads, or waits for steps of another worker."""
-    monkeypatch.setattr(schedulers, "CHANGE_SECONDS", 0.5)
-    monkeypatch.setattr(schedulers, "PAUSE_SECONDS", 2.0)
+    monkeypatch.setattr(changes, "CHANGE_SECONDS", 0.5)
+    monkeypatch.setattr(changes, "PAUSE_SECONDS", 2.0)
     cluster = new_cluster(2, 2, every=1, updater=Added)
     first, other = trainers(cluster, 2, mode, staleness)
     for trainer in (first, other):
@@ -205,7 +206,7 @@ def test_a_change_says_for_whom_it_waits(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker has come again, and does not declare the table in which it took part."""
-    monkeypatch.setattr(schedulers, "WARNING_SECONDS", 0.05)
+    monkeypatch.setattr(changes, "WARNING_SECONDS", 0.05)
     cluster = new_cluster(1, 2, updater=Added)
     first, second = trainers(cluster, 2, ASYNC)
     second.worker.close()
@@ -228,7 +229,11 @@ def test_a_server_that_no_scheduler_can_write_down_does_not_count(
     replace, refused = outside.replace, []
 
     def no_space(source: Any, target: Any) -> None:
-        if Path(target).name == "scheduler.json" and len(refused) < 5 and cluster.state._change:
+        if (
+            Path(target).name == "scheduler.json"
+            and len(refused) < 5
+            and cluster.state.changes.current
+        ):
             refused.append(cluster.state.registry.version)
             raise OSError("no space left")
         replace(source, target)

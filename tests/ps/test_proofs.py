@@ -134,7 +134,7 @@ def test_who_knows_the_name_of_a_member_orders_the_scheduler_nothing(
         assert reply(stranger) == prove.OTHER_SECRET
     trainer.train(8)
     assert bits(trainer.values) == train_in_one(8, lambda _step: [0])
-    assert cluster.state._wanted == cluster.state.registry.layout.num_servers == 2
+    assert cluster.state.changes.wanted == cluster.state.registry.layout.num_servers == 2
     assert [loop.error for loop in [*cluster.servers, cluster.scheduler]] == [None] * 3
 
 

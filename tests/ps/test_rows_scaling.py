@@ -113,10 +113,10 @@ def test_a_server_killed_while_rows_move_begins_the_change_again(
     in_threads(*[partial(train, rows, n, range(4)) for n, rows in enumerate(tables)])
     tables[0].push(*half(4, 0))  # The border cannot be reached before the other has pushed, too.
     cluster.servers.append(cluster.start_server(2, joins=True))
-    wait_until(lambda: (c := cluster.state._change) is not None and c.borders is not None)
-    identity = cluster.state._change.identity  # type: ignore[union-attr]
+    wait_until(lambda: (c := cluster.state.changes.current) is not None and c.borders is not None)
+    identity = cluster.state.changes.current.identity  # type: ignore[union-attr]
     cluster.restart_server(0)
-    wait_until(lambda: (c := cluster.state._change) is None or c.identity != identity)
+    wait_until(lambda: (c := cluster.state.changes.current) is None or c.identity != identity)
     in_threads(
         lambda: (tables[0].pull(EVERY[:3]).wait(), train(tables[0], 0, range(5, 12))),
         lambda: train(tables[1], 1, range(4, 12)),

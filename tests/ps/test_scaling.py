@@ -149,10 +149,10 @@ def test_a_server_killed_while_others_move_begins_the_change_again(
     in_threads(lambda: first.train(5), lambda: second.train(5))
     first.push()  # the border cannot be reached before the other one has pushed, too
     cluster.servers.append(cluster.start_server(2, joins=True))
-    wait_until(lambda: (c := cluster.state._change) is not None and c.borders is not None)
-    identity = cluster.state._change.identity  # type: ignore[union-attr]
+    wait_until(lambda: (c := cluster.state.changes.current) is not None and c.borders is not None)
+    identity = cluster.state.changes.current.identity  # type: ignore[union-attr]
     cluster.restart_server(0)
-    wait_until(lambda: (c := cluster.state._change) is None or c.identity != identity)
+    wait_until(lambda: (c := cluster.state.changes.current) is None or c.identity != identity)
 
     def go_on(trainer: Trainer) -> None:
         trainer.table.pull(trainer.values)
@@ -171,7 +171,7 @@ def test_a_scheduler_killed_while_servers_move_begins_the_change_again(
     in_threads(lambda: first.train(5), lambda: second.train(5))
     first.push()
     cluster.servers.append(cluster.start_server(1, joins=True))
-    wait_until(lambda: (c := cluster.state._change) is not None and c.borders is not None)
+    wait_until(lambda: (c := cluster.state.changes.current) is not None and c.borders is not None)
     cluster.scheduler.end()
     cluster.start_scheduler()
 
@@ -211,7 +211,7 @@ def test_rows_move_with_their_servers(new_cluster: NewCluster) -> None:
         wanted[: step + 1] += 1
         assert (rows.pull(every).wait() == wanted).all()
         version = cluster.state.registry.version
-        if version == 2 and cluster.state._wanted == 3:
+        if version == 2 and cluster.state.changes.wanted == 3:
             worker.scale_servers(1)
         time.sleep(0.01)
     wait_until(lambda: cluster.state.registry.version == 3)

@@ -26,7 +26,7 @@ from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.scheduler.scheduler import Scheduler
+from hvdlite.ps.scheduler.changes import Changes
 from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import Clocks
@@ -222,11 +222,13 @@ def what_was_under_way_on_a_link_that_is_cut_is_lost(real: Any, self: Connection
     self.forget()
 
 
-@bug(Scheduler, "_look_at_change", PS_BUGS)
-def the_restart_of_the_scheduler_amid_scaling(real: Any, self: Scheduler) -> None:
+@bug(Changes, "look", PS_BUGS)
+def the_restart_of_the_scheduler_amid_scaling(
+    real: Any, self: Changes, now: float, **options: Any
+) -> None:
     """A layout counts before a scheduler that comes again knows of it."""
-    with patch.object(self, "_keep", lambda: None):
-        real(self)
+    with patch.object(self, "_keep", lambda: True):
+        real(self, now, **options)
 
 
 @bug(Server, "save_next", PS_BUGS)

@@ -189,6 +189,11 @@ class Membership:
             if member.role == WORKER and not member.lost
         )
 
+    def roll(self) -> dict[tuple[str, int], tuple[bytes, int]]:
+        """Return who is there, and as which process."""
+        members = self.members.items()
+        return {key: (each.peer, each.incarnation) for key, each in members if not each.lost}
+
     @property
     def is_over(self) -> bool:
         """Whether all have come and nobody is left; a worker that was lost holds nothing up."""

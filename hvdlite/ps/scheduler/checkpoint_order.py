@@ -30,6 +30,7 @@ class CheckpointOrder:
 
     loads: int = 0  # How many the job has made.
     steps: Mapping[str, Any] = field(default_factory=dict)
+    loaded: Mapping[str, int] = field(default_factory=dict)  # Tables -> the turns of their loads.
     turn: int = 0
     decided: Mapping[str, Any] | None = None  # The load that counts, and is not over yet.
     _holder: bytes | None = None  # The process that saves or loads.
@@ -43,17 +44,17 @@ class CheckpointOrder:
 
     @classmethod
     def again(
-        cls, loads: int, steps: Mapping[str, Any], turn: int = 0, holder: str = "",
-        decided: Mapping[str, Any] | None = None,
+        cls, loads: int, steps: Mapping[str, Any], loaded: Mapping[str, int], turn: int = 0,
+        holder: str = "", decided: Mapping[str, Any] | None = None,
     ) -> CheckpointOrder:  # fmt: skip
         """Return what `state` is of. Whoever asks again has not heard that it is its turn."""
         process = bytes.fromhex(holder) or None
-        return cls(loads, steps, turn, decided, process, _loads=True, _begun=True)
+        return cls(loads, steps, loaded, turn, decided, process, _loads=True, _begun=True)
 
     def state(self) -> list[Any]:
         """Return what a scheduler that comes again has to know, as JSON can hold it."""
         turn = [self.turn, self._holder.hex(), self.decided] if self.load and self._holder else []
-        return [self.loads, dict(self.steps), *(turn if self._begun else ())]
+        return [self.loads, self.steps, self.loaded, *(turn if self._begun else ())]
 
     @property
     def load(self) -> int:
@@ -119,8 +120,11 @@ class CheckpointOrder:
             self._holder = None
         return self._holder is None
 
-    def end_load(self) -> None:
-        """Take note that all servers have made the load that counts."""
-        assert self.decided is not None
-        self.loads += 1
-        self.steps, self.decided, self._holder = self.decided["steps"], None, None
+    def look(self, stands: Collection[int]) -> bool:
+        """Return whether the load that counts is over; `stands`: the last ones of servers."""
+        if self.decided is None or min(stands) < self.turn:
+            return False
+        self.loads, self.steps = self.loads + 1, self.decided["steps"]
+        self.loaded = {**self.loaded, **dict.fromkeys(self.decided["clocks"], self.turn)}
+        self.decided, self._holder = None, None
+        return True

@@ -7,14 +7,13 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.ps.layouts.blocks import TensorSpec, specs_of_words
 from hvdlite.ps.layouts.layout import PART_BYTES, Layout, Part, place
-from hvdlite.ps.tables.clocks import SYNC, Mode
+from hvdlite.ps.tables.clocks import Mode
 
 
 class TableOptions(NamedTuple):
@@ -62,7 +61,6 @@ class Registry:
         self.layout = Layout((), (), num_servers)
         self.version = 1  # Of the layout: another number of servers makes another one.
         self.reached: dict[str, int] = {}  # The versions of tables that servers have told of.
-        self.loaded: dict[str, int] = {}  # Tables -> the turns of their last loads.
         self._tables: dict[str, _Table] = {}
 
     def reach(self, name: str, version: int) -> bool:
@@ -105,9 +103,10 @@ class Registry:
         """Return whether a worker takes part in a table."""
         return name in self._tables and worker in self._tables[name].workers
 
-    def tables_of(self, worker: int) -> set[str]:
-        """Return the tables in which a worker takes part."""
-        return {name for name, table in self._tables.items() if worker in table.workers}
+    def tables_of(self, *workers: int) -> set[str]:
+        """Return the tables in which one of these workers takes part."""
+        tables = self._tables.items()
+        return {name for name, table in tables if not table.workers.isdisjoint(workers)}
 
     def forget(self, worker: int) -> None:
         for table in self._tables.values():
@@ -171,7 +170,6 @@ class Registry:
         return {
             "tables": tables, "parts": self.layout.parts, "itemsizes": self.layout.itemsizes,
             "servers": self.layout.num_servers, "version": self.version, "reached": self.reached,
-            "loaded": self.loaded,
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -183,102 +181,8 @@ class Registry:
             )  # fmt: skip
         self.layout = Layout.of(state["parts"], state["servers"], state["itemsizes"])
         self.version, self.reached = state["version"], state["reached"]
-        self.loaded = state.get("loaded", {})
 
 
 def is_change_awaited(news: Mapping[str, Any]) -> bool:
     """Return whether a change of servers, by the scheduler's news, waits until all have tables."""
     return bool(news.get("wanted", 0) != news.get("layout_servers", 0))
-
-
-# Servers come and go while workers train: the decisions of the scheduler.
-#
-# A change is a barrier. It begins only when every member is there, is in the present layout, and
-# has all tables of which it is to have something: a worker that comes again has declared those in
-# which it took part, and a server that comes again has begun its own. Then
-#
-# 1. all workers hold their pushes back, and say which step of each table each would push next;
-# 2. all servers say which steps they have. Some may have a step more than others, and than a worker
-#    that was lost meanwhile and is to make it again;
-# 3. the border of a worker is the highest of its steps, and in sync that of all workers. Who is
-#    behind goes on up to its border. So all servers have the same pushes, each of them once. In ssp
-#    nobody waits on the way there: it makes steps again that some servers have, whose pulls they
-#    had answered before, and no clock goes back;
-# 4. every server that stands at the border sends what others keep in the next layout to them. Those
-#    write it down, and say that they are ready;
-# 5. when all are ready, the next layout counts, as soon as the scheduler has written that down.
-#
-# The old tables stay as they are until then, and whoever is lost, comes, leaves or is silent gives
-# the change up: all go on in the present layout. So does one that takes too long, for a while. A
-# loss after that is the return of any member.
-#
-# This module never sends, sleeps or reads a clock.
-
-
-@dataclass
-class Change:
-    """One attempt to get to the next layout. Its `identity` is that of no other attempt."""
-
-    identity: int
-    layout: Layout
-    old_layout: Layout
-    modes: Mapping[str, str]  # Of each table.
-    members: Mapping[Any, Any]  # Who takes part; another roll gives the change up.
-    clocks: dict[int, Mapping[str, int]] = field(default_factory=dict)  # Of workers that hold back.
-    # Of servers: table -> its version, and the finished steps of each worker.
-    stands: dict[int, Mapping[str, tuple[int, Mapping[int, int]]]] = field(default_factory=dict)
-    is_quiet: bool = False  # No push is under way.
-    ready: set[int] = field(default_factory=set)  # Servers that have what they need.
-    borders: dict[str, dict[int, int]] | None = None  # Table -> worker -> its first step after it.
-
-    def report(self, worker: int, clocks: Mapping[str, int]) -> None:
-        """Take note that a worker holds its pushes back, and of the next step of each table."""
-        if not self.is_quiet:
-            self.clocks[worker] = clocks
-
-    def stand(self, server: int, tables: Mapping[str, tuple[int, Mapping[int, int]]]) -> None:
-        """Take note of what a server of the old layout has while no push is under way."""
-        if self.is_quiet and self.borders is None:
-            self.stands[server] = tables
-
-    def look(self, workers: Collection[int]) -> bool:
-        """Go on where all have reported; return whether the next layout can count."""
-        self.is_quiet = self.is_quiet or self.clocks.keys() >= set(workers)
-        old = range(self.old_layout.num_servers)
-        if self.is_quiet and self.borders is None and self.stands.keys() >= set(old):
-            self.borders = {name: self._border(name, mode) for name, mode in self.modes.items()}
-            self.borders = {name: border for name, border in self.borders.items() if border}
-        return self.is_ready()
-
-    def is_ready(self) -> bool:
-        servers = max(self.layout.num_servers, self.old_layout.num_servers)
-        return self.borders is not None and self.ready >= set(range(servers))
-
-    def behind(self) -> list[int]:
-        """Return the workers that had steps to make before their borders, sorted."""
-        steps = [
-            (worker, step - self.clocks[worker][table])
-            for table, border in (self.borders or {}).items()
-            for worker, step in border.items()
-        ]
-        return sorted({worker for worker, missing in steps if missing > 0})
-
-    def _border(self, table: str, mode: str) -> dict[int, int]:
-        own = {worker: clocks[table] for worker, clocks in self.clocks.items() if table in clocks}
-        version = 0
-        for stands in self.stands.values():
-            of_server, finished = stands.get(table, (0, {}))
-            version = max(version, of_server)
-            own = {worker: max(step, finished.get(worker, 0)) for worker, step in own.items()}
-        # Elsewhere a worker may have made all its steps: none is asked for without need.
-        return dict.fromkeys(own, max([*own.values(), version])) if mode == SYNC else own
-
-    def describe(self) -> dict[str, Any]:
-        """Return what all members hear of it."""
-        borders: dict[str, list[tuple[int, int]]] | None = None
-        if self.borders is not None:  # The keys of a message are strings.
-            borders = {name: sorted(border.items()) for name, border in self.borders.items()}
-        return {
-            "identity": self.identity, "old_servers": self.old_layout.num_servers,
-            "servers": self.layout.num_servers, "is_quiet": self.is_quiet, "borders": borders,
-        }  # fmt: skip

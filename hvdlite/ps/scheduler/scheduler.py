@@ -7,39 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.logs import log
 from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Member, Membership
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import specs_of_words
-from hvdlite.ps.layouts.layout import rebalance
 from hvdlite.ps.scheduler.barrier import Barrier
+from hvdlite.ps.scheduler.changes import Changes, Standing
 from hvdlite.ps.scheduler.checkpoint_order import CheckpointOrder
-from hvdlite.ps.scheduler.registry import Change, Registry, TableOptions
+from hvdlite.ps.scheduler.registry import Registry, TableOptions
 from hvdlite.ps.scheduler.state_file import StateFile
 
 LOOK_SECONDS = 0.5
-SILENT_SECONDS = 8.0  # Several beats: servers come and go only while all members are heard of.
-WARNING_SECONDS = 60.0  # For which a change waits until that is said, and until it is said again.
-# A change takes so long at most, and twice as long each time that it was not enough; then all go on
-# for a while before it begins again.
-CHANGE_SECONDS, PAUSE_SECONDS = 15.0, 5.0
 MOST_AT_ONCE = 256  # Declarations that are written down together.
 # The role of the members that may send a request.
 ROLE_OF = {
     **dict.fromkeys(["declare", "barrier", "clocks", "scale", "turn", "over"], WORKER),
     **dict.fromkeys(["plan", "stand", "ready"], SERVER),
 }
-
-
-class _Standing(NamedTuple):
-    layout: int = 0  # In which a member is.
-    tables: frozenset[str] = frozenset()  # That it has begun.
-    load: int = 0  # The last one that a server has made.
 
 
 class Scheduler:
@@ -51,7 +39,6 @@ class Scheduler:
         self.listener = listener
         self.membership = Membership(plan, outside.now())
         self.registry = Registry(plan.num_servers)
-        self.left = 0  # How many workers have done their part.
         self._file = StateFile(state_file, self._state)
         self._declared: list[list[Any]] = []  # To be written before it is answered.
         self.barrier = Barrier()
@@ -62,16 +49,11 @@ class Scheduler:
             "plan": self._plan, "stand": self._stand, "ready": self._ready, "scale": self._scale,
             "turn": self._turn, "over": self._over,
         }  # fmt: skip
-        self._change: Change | None = None  # Of the number of servers, which is under way.
-        self._wanted = plan.num_servers
+        self.changes = Changes(self.membership, self.registry, self._new_number, self._keep)
+        self.turns = CheckpointOrder()
         # By which servers know whose snapshots they find.
         self._job = outside.random_bytes(8).hex()
-        self._turns = CheckpointOrder()
         self._number = 0  # The last one of a turn or a change; see `_next_number`.
-        self._standing: dict[bytes, _Standing] = {}  # What members have said in their beats.
-        self._obstacle, self._warns_at = "", 0.0  # To the change that is wanted.
-        self._change_seconds = CHANGE_SECONDS
-        self._change_begins = self._change_ends = 0.0  # At the earliest, and at the latest.
         if (found := self._file.read()) is not None:
             self._load(found.state)
             for worker, name, specs, options in found.additions:
@@ -81,9 +63,9 @@ class Scheduler:
         """Take back what `_state` has returned."""
         self.membership.load(state["membership"], outside.now())
         self.registry.load(state["registry"])
-        self._wanted, self._job = state["wanted"], state["job"]
+        self.changes.wanted, self._job = state["wanted"], state["job"]
         self.barrier.load(state["met"])
-        self._turns = CheckpointOrder.again(*state["loads"])
+        self.turns = CheckpointOrder.again(*state["turns"])
         self._number = state.get("number", 0)
         self.membership.servers_in_use = self.registry.layout.num_servers
 
@@ -91,7 +73,7 @@ class Scheduler:
         """Answer until `ended`, which is called at least twice a second."""
         while not ended():
             answers = self._answers() + self._go_on_with_turns()
-            self._look_at_change()
+            self.changes.look(outside.now(), somebody_loads=bool(self.turns.load))
             if self._file.unkept:
                 self._keep()
             self._keep_declared()
@@ -140,124 +122,16 @@ class Scheduler:
         return [Answer(peer, Message("beat", body=news)) for peer in peers]
 
     def _describe(self) -> dict[str, Any]:
+        change, decided = self.changes.current, self.turns.decided
+        if decided is not None:  # With the tables that anybody begins who comes again.
+            needed = self.registry.tables_of(*self.membership.workers())
+            decided = {**decided, "needed": sorted(needed)}
         return self.membership.describe() | {
             "job": self._job, "layout": self.registry.version,
-            "layout_servers": self.registry.layout.num_servers, "wanted": self._wanted,
-            "change": None if self._change is None else self._change.describe(),
-            "load": self._turns.load, "decided": self._decided(),
+            "layout_servers": self.registry.layout.num_servers, "wanted": self.changes.wanted,
+            "change": None if change is None else change.describe(),
+            "load": self.turns.load, "decided": decided,
         }  # fmt: skip
-
-    def _decided(self) -> dict[str, Any] | None:
-        """Return the load that counts, and which tables anybody begins who comes again."""
-        if self._turns.decided is None:
-            return None
-        needed = set[str]().union(*map(self.registry.tables_of, self.membership.workers()))
-        return {**self._turns.decided, "needed": sorted(needed)}
-
-    # -- servers that come and go
-
-    def _look_at_change(self) -> None:
-        """Begin a change of the number of servers, go on with it, or give it up."""
-        members = self.membership.members
-        for number in [n for (role, n), each in members.items() if role == SERVER and each.lost]:
-            del members[SERVER, number]  # It has come, and was lost before it had anything.
-            self._change, self._wanted = None, self.registry.layout.num_servers
-        layout, wanted, now = self.registry.layout, self._wanted, outside.now()
-        change = self._change
-        if self._turns.load:
-            self._change = None  # It is made after the load.
-            return
-        if change is None and (wanted == layout.num_servers or self.registry.immovable()):
-            return
-        if now < self._change_begins:
-            return
-        obstacle = self._find_obstacle(max(wanted, layout.num_servers))
-        if change is not None and (obstacle or change.members != self._roll()):
-            change = self._change = None  # What a server had taken may be lost with it.
-        if change is not None and now >= self._change_ends and not change.is_ready():
-            return self._pause_change(change, now)
-        if change is None and obstacle:
-            self._warn_of(obstacle)
-        elif change is None:
-            self._begin_change(now)
-        elif change.look(self.membership.workers()):
-            self._end_change(change)
-
-    def _begin_change(self, now: float) -> None:
-        self._obstacle, self._change_ends = "", now + self._change_seconds
-        number, layout = self._next_number(), self.registry.layout
-        following = rebalance(layout, self._wanted)
-        self._change = Change(number, following, layout, self.registry.modes(), self._roll())
-        self._take_number(number)
-
-    def _end_change(self, change: Change) -> None:
-        """Let the next layout count, if that can be written down."""
-        before = self.registry.layout, self.registry.version
-        self.registry.change_to(change.layout)
-        self._keep()
-        if self._file.unkept:  # It counts only when a scheduler that comes again knows of it.
-            self.registry.layout, self.registry.version = before
-            return
-        self.membership.servers_in_use = change.layout.num_servers
-        self._change, self._change_seconds = None, CHANGE_SECONDS
-
-    def _pause_change(self, change: Change, now: float) -> None:
-        """Give a change up that takes too long, and let all go on before it is tried again.
-
-        A worker that is to make a step before may wait for what others do after the border, or for
-        servers that may change no table now, as they do in a load.
-        """
-        late = ", ".join(f"worker {worker}" for worker in change.behind())
-        why = f"{late} has steps to make before" if late else "tables were on their way"
-        log.warning(
-            "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. It is "
-            "tried again in %g seconds",
-            self._wanted, self.registry.layout.num_servers, why, self._change_seconds,
-            PAUSE_SECONDS,
-        )  # fmt: skip
-        self._change, self._change_begins = None, now + PAUSE_SECONDS
-        self._change_seconds *= 2
-
-    def _warn_of(self, obstacle: str) -> None:
-        """Say what a change waits for, where it has waited for long."""
-        now = outside.now()
-        if obstacle != self._obstacle:
-            self._obstacle, self._warns_at = obstacle, now + WARNING_SECONDS
-        elif now >= self._warns_at:
-            self._warns_at = now + WARNING_SECONDS
-            log.warning(
-                "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. A "
-                "worker that has come again declares all tables in which it took part (make the "
-                "same optimizers, and start the same tensors), or leaves (ps.leave)",
-                self._wanted, self.registry.layout.num_servers, obstacle, WARNING_SECONDS,
-            )  # fmt: skip
-
-    def _roll(self) -> dict[tuple[str, int], tuple[bytes, int]]:
-        """Return who is there, and as which process."""
-        members = self.membership.members.items()
-        return {key: (each.peer, each.incarnation) for key, each in members if not each.lost}
-
-    def _find_obstacle(self, servers: int) -> str:
-        """Return why so many servers cannot come or go now; empty: they can."""
-        members, registry = self.membership.members, self.registry
-        roll, now = self._roll(), outside.now()
-        peers = {peer for peer, _ in roll.values()}
-        self._standing = {peer: each for peer, each in self._standing.items() if peer in peers}
-        for number in range(servers):
-            if (SERVER, number) not in roll:
-                return f"server {number} is not there"
-        for (role, number), (peer, _) in roll.items():
-            layout, tables, _ = self._standing.get(peer, _Standing())
-            needed = registry.tables_of(number) if role == WORKER else set(registry.modes())
-            if role == SERVER and number >= registry.layout.num_servers:
-                needed = set()
-            if now - members[role, number].heard > SILENT_SECONDS:
-                return f"{role} {number} is silent"
-            if layout != registry.version:
-                return f"{role} {number} has not come to the present layout"
-            if needed - tables:
-                return f"{role} {number} has not begun the table '{min(needed - tables)}'"
-        return ""
 
     def _member(self, peer: bytes) -> Member:
         """Return the member that has sent a request of a role."""
@@ -265,83 +139,63 @@ class Scheduler:
         assert member is not None  # `answer` has seen to that.
         return member
 
-    def _changing(self, message: Message) -> Change | None:
-        """Return the change that a message is about, unless it was given up."""
-        change = self._change
-        return change if change and change.identity == message.body["change"] else None
+    # -- servers that come and go
 
     def _report(self, peer: bytes, message: Message) -> list[Answer]:
-        member, change = self._member(peer), self._changing(message)
+        member, change = self._member(peer), self.changes.of(message.body["change"])
         clocks = message.body["clocks"]
         if change is not None and clocks.keys() >= self.registry.tables_of(member.number):
             change.report(member.number, clocks)
-        self._turns.report(message.body["change"], member.number, clocks)
+        self.turns.report(message.body["change"], member.number, clocks)
         return [_answer(peer, message, "done")]
 
     def _stand(self, peer: bytes, message: Message) -> list[Answer]:
-        member, change = self._member(peer), self._changing(message)
+        member, change = self._member(peer), self.changes.of(message.body["change"])
         if change is not None:
             tables = {name: (n, dict(steps)) for name, n, steps in message.body["tables"]}
             change.stand(member.number, tables)
         return [_answer(peer, message, "done")]
 
     def _plan(self, peer: bytes, message: Message) -> list[Answer]:
-        change = self._changing(message)
+        change = self.changes.of(message.body["change"])
         if change is None:
             return [_answer(peer, message, "failed", why="the change was given up")]
         parts, servers = change.layout.parts, change.layout.num_servers
-        names = [*change.modes]
-        about = {"parts": parts, "servers": servers, "tables": names}
-        return [_answer(peer, message, "plan", **about, loaded=self.registry.loaded)]
+        about = {"parts": parts, "servers": servers, "tables": [*change.modes]}
+        return [_answer(peer, message, "plan", **about, loaded=self.turns.loaded)]
 
     def _ready(self, peer: bytes, message: Message) -> list[Answer]:
-        member, change = self._member(peer), self._changing(message)
+        member, change = self._member(peer), self.changes.of(message.body["change"])
         if change is not None:
             change.ready.add(member.number)
         return [_answer(peer, message, "done")]
 
     def _scale(self, peer: bytes, message: Message) -> list[Answer]:
-        wanted, present = message.body["servers"], self.registry.layout.num_servers
-        if name := self.registry.immovable():
-            raise ValueError(
-                f"the tensors of the table '{name}' are whole, and do not move to other servers: "
-                "only those of partition='element' do"
-            )
-        if type(wanted) is not int or not 1 <= wanted <= present:
-            raise ValueError(
-                f"{wanted!r} servers cannot be left of {present}: give 1 to {present}, and start a "
-                "server with HVDLITE_PS_JOIN=1 to have one more"
-            )
-        self._wanted = wanted
+        self.changes.want(message.body["servers"])
         self._keep()
         return [_answer(peer, message, "done")]
 
     # -- checkpoints
 
     def _turn(self, peer: bytes, message: Message) -> list[Answer]:
-        self._turns.ask(peer, message.request, message.body)
+        self.turns.ask(peer, message.request, message.body)
         return []  # See `_go_on_with_turns`.
 
-    def _go_on_with_turns(self) -> list[Answer]:
-        """End a load that all servers have made, and let others have their turns."""
-        roll, turns, decided = self._roll(), self._turns, self._turns.decided
-        if decided is not None and self._have_all_loaded(roll, decided["turn"]):
-            self.registry.loaded.update(dict.fromkeys(decided["clocks"], decided["turn"]))
-            turns.end_load()
-            self._keep()
-        peers = [peer for peer, _ in roll.values()]
-        answers = turns.go_on(peers, self.membership.workers(), self._next_number())
-        if turns.turn > self._number or answers:
-            self._take_number(max(turns.turn, self._number))
-        return answers
+    def _over(self, peer: bytes, message: Message) -> list[Answer]:
+        is_over = self.turns.end(message.body["turn"], message.body["load"])
+        self._keep()
+        return [_answer(peer, message, "done", over=is_over)]
 
-    def _have_all_loaded(
-        self, roll: Mapping[tuple[str, int], tuple[bytes, int]], turn: int
-    ) -> bool:
-        servers = [(SERVER, number) for number in range(self.registry.layout.num_servers)]
-        peers = [roll[each][0] for each in servers if each in roll]
-        stands = [self._standing[peer].load for peer in peers if peer in self._standing]
-        return len(stands) == len(servers) and min(stands) >= turn
+    def _go_on_with_turns(self) -> list[Answer]:
+        roll, turns, standings = self.membership.roll(), self.turns, self.changes.standings
+        peers = [peer for peer, _ in roll.values()]
+        servers = [roll.get((SERVER, n), (b"", 0)) for n in range(self.registry.layout.num_servers)]
+        is_over = turns.look([standings.get(peer, Standing()).load for peer, _ in servers])
+        answers = turns.go_on(peers, self.membership.workers(), self._next_number())
+        if answers or is_over or turns.turn > self._number:
+            self._number = max(self._number, turns.turn)
+            self._keep()
+        return answers
 
     def _next_number(self) -> int:
         """Return a number for a turn or a change, higher than those of all that came before it.
@@ -350,14 +204,10 @@ class Scheduler:
         """
         return max(outside.rising_number(), self._number + 1)
 
-    def _take_number(self, number: int) -> None:
-        self._number = number
+    def _new_number(self) -> int:
+        self._number = self._next_number()
         self._keep()
-
-    def _over(self, peer: bytes, message: Message) -> list[Answer]:
-        is_over = self._turns.end(message.body["turn"], message.body["load"])
-        self._keep()
-        return [_answer(peer, message, "done", over=is_over)]
+        return self._number
 
     # -- requests
 
@@ -367,7 +217,7 @@ class Scheduler:
             raise ValueError(f"a {role_of(peer)} says that it is a {body['role']}")
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
         answers = self.membership.hello(peer, message.request, hello, outside.now())
-        tables = {"reached": self.registry.reached, "loaded": self.registry.loaded}
+        tables = {"reached": self.registry.reached, "loaded": self.turns.loaded}
         answers = [
             Answer(to, each._replace(body={**each.body, **self._describe(), **tables}))
             if each.kind == "welcome"
@@ -376,7 +226,7 @@ class Scheduler:
         ]
         member = self.membership.member_of(peer)
         if hello.joins and member is not None and member.role == SERVER:
-            self._wanted = max(self._wanted, member.number + 1)
+            self.changes.wanted = max(self.changes.wanted, member.number + 1)
         self._keep()
         return answers
 
@@ -385,7 +235,7 @@ class Scheduler:
             return [_answer(peer, message, "restarted")]
         tables = message.body["tables"]
         layout, load = message.body["layout"], message.body.get("load", 0)
-        self._standing[peer] = _Standing(layout, frozenset(tables), load)
+        self.changes.standings[peer] = Standing(layout, tables.keys(), load)
         if [name for name, version in tables.items() if self.registry.reach(name, version)]:
             self._keep()  # Their first values must not come again.
         return [_answer(peer, message, "beat", **self._describe())]
@@ -395,7 +245,6 @@ class Scheduler:
         if not self.membership.leave(peer):
             return [_answer(peer, message, "restarted")]
         if member is not None:
-            self.left += member.role == WORKER
             if member.role == WORKER:
                 self.registry.forget(member.number)
             if why := message.body.get("why"):
@@ -408,7 +257,7 @@ class Scheduler:
         if "specs" not in message.body:
             return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
         is_new = not self.registry.takes_part(member.number, message.table)
-        if self._change is not None and is_new:
+        if self.changes.current is not None and is_new:
             return []  # It is asked for again when the next layout counts.
         specs = specs_of_words(message.body["specs"])
         options = TableOptions(*message.body["options"])
@@ -439,10 +288,11 @@ class Scheduler:
             self._keep()  # Before anybody hears of it: a scheduler that comes again knows, too.
         return opened
 
-    def _keep(self) -> None:
-        """Write down what must be known again."""
+    def _keep(self) -> bool:
+        """Write down what must be known again; return whether it is on disk."""
         self._declared.clear()  # They are a part of it.
         self._file.write()
+        return not self._file.unkept
 
     def _keep_declared(self) -> None:
         """Write down the tables that were declared since, before anybody hears of them."""
@@ -452,9 +302,8 @@ class Scheduler:
     def _state(self) -> dict[str, Any]:
         return {
             "membership": self.membership.state(), "registry": self.registry.state(),
-            "wanted": self._wanted, "job": self._job,
-            "met": self.barrier.state(),
-            "loads": self._turns.state(), "number": self._number,
+            "wanted": self.changes.wanted, "job": self._job, "met": self.barrier.state(),
+            "turns": self.turns.state(), "number": self._number,
         }  # fmt: skip
 
     def forget(self) -> None:
