@@ -27,6 +27,7 @@ from hvdlite.launcher.decisions.workers import Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.scheduler.changes import Changes
+from hvdlite.ps.server.checkpoints import ServerCheckpoints
 from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import Clocks
@@ -229,6 +230,11 @@ def the_restart_of_the_scheduler_amid_scaling(
     """A layout counts before a scheduler that comes again knows of it."""
     with patch.object(self, "_keep", lambda: True):
         real(self, now, **options)
+
+
+@bug(ServerCheckpoints, "look", PS_BUGS)
+def a_load_is_made_by_who_leads_it_alone(real: Any, self: ServerCheckpoints, news: Any) -> None:
+    """Who is lost between two servers leaves one of them with what it had."""
 
 
 @bug(Server, "save_next", PS_BUGS)

@@ -43,6 +43,7 @@ FIRST = {
     "the restart of the scheduler amid scaling": 28,
     "the restart of a server amid scaling": 99,
     "a table is sent before all pushes of its border are here": 321,
+    "a load is made by who leads it alone": 272,
     "a push that is sent again counts again": 234,
     "a file is renamed before it is on disk": 18,
 }

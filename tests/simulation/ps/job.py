@@ -48,6 +48,7 @@ class PsJob(Training):
         self.begun: dict[int, int] = dict.fromkeys(range(program.workers), 0)  # Pushes, by worker.
         self.done: set[int] = set()  # Workers that have made all steps.
         self.leaves = False  # Workers have begun to leave.
+        self.has_saved = False
         self.codes: dict[str, int] = {}  # Of nodes that have ended.
         self._killed: dict[str, float] = {}  # Nodes, and when they were last.
         self.errors: dict[str, BaseException] = {}

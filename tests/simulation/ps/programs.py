@@ -49,6 +49,8 @@ class PsProgram:
     blows: tuple[Blow, ...] = ()
     scales: tuple[tuple[int, int], ...] = ()  # Step -> servers that worker 0 lets be left.
     saves: tuple[int, ...] = ()  # Steps before which worker 0 saves.
+    # In sync: the step before which worker 0 saves, and that at which all load it, each once.
+    back: tuple[int, int] | None = None
     follows: PsProgram | None = None  # The job whose checkpoint this one loads first.
     proves: bool = False  # Its connections are the real ones, with proofs.
     visitors: tuple[Visitor, ...] = ()  # Who come and know no token.
@@ -129,6 +131,7 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
         more.append(Blow(span * lot.random(), "jump", SCHEDULER, seconds=jump))
     speed = random.Random(f"{seed} links").choice((NO_LIMIT, NO_LIMIT, 1e7, 1e6))
     program = replace(program, blows=(*program.blows, *more), bytes_per_second=speed)
+    program = _with_load(random.Random(f"{seed} loads"), program)
     lot = random.Random(f"{seed} proofs")
     if lot.random() >= PROVING:
         return program
@@ -138,6 +141,28 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
     )
     follows = program.follows and replace(program.follows, proves=lot.random() < 0.5)
     return replace(program, proves=True, visitors=visitors, follows=follows)
+
+
+def _with_load(lot: random.Random, program: PsProgram) -> PsProgram:
+    """Let some jobs of sync go back amid training, and nodes be struck while they do."""
+    if program.mode != SYNC or program.follows is not None or lot.random() < 0.4:
+        return program
+    saved, loaded = sorted(lot.sample(range(program.steps), 2))
+    blows = []
+    workers, servers = named(WORKER, program.workers), named(SERVER, program.servers)
+    for _ in range(lot.choice((0, 1, 1, 2))):
+        kind, seconds = lot.choice(("kill", "kill", "kill", "stop")), lot.choice((0.01, 0.3, 2.0))
+        node, of = lot.choice(
+            [(lot.choice(workers), each) for each in ("turn", "load", "load", "over", "over")]
+            + [(lot.choice(servers), each) for each in ("loaded", "loaded", "restarted")]
+        )
+        at = program.latency * lot.choice((0, 1, 2, 4, 16)) * lot.random()
+        others = [SCHEDULER] if program.every else []
+        struck = lot.choice([node, node, *servers, *others])
+        blows.append(
+            Blow(at, kind, node, struck, seconds * lot.random(), lot.choice((1, 2, 3)), of)
+        )
+    return replace(program, back=(saved, loaded), blows=(*program.blows, *blows))
 
 
 def _amid_changes(lot: random.Random, program: PsProgram) -> Iterator[Blow]:

@@ -13,6 +13,7 @@ from hvdlite.ps.cluster.settings import SERVER, WORKER, ClusterSettings
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.tables.clocks import SSP, SYNC
 from hvdlite.ps.worker import checkpoints
+from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
 from tests.simulation.ps.nodes import Node, here
@@ -39,6 +40,7 @@ class Training:
     begun: dict[int, int]  # Pushes, by worker.
     done: set[int]  # Workers that have made all steps.
     leaves: bool
+    has_saved: bool  # Worker 0, what all are to go back to.
     nodes: dict[str, Node]
     _killed: dict[str, float]
     _asked: set[object]
@@ -51,17 +53,25 @@ class Training:
         table = worker.declare("t", SPECS, program.options, lambda: values)
         if program.follows is not None:
             checkpoints.load(worker, self.folder / "saved")
+        if program.back is not None and table.clock > program.back[1]:
+            self._load(worker, table)
         while True:
             try:
                 table.pull(values)
+                if program.back is not None and table.clock == program.back[1] and not worker.loads:
+                    self._load(worker, table)
+                    table.pull(values)
                 step = table.clock + table.steps_before
                 self._check_pull(number, step, values)
                 if number == 0:
                     self._ask(worker, step)
                 if step >= program.steps:
                     break
-                self.begun[number] = max(self.begun[number], step + 1)
-                table.push(gradients_of(step, number), {})
+                made = step if program.back is None else table.clock
+                self.begun[number] = max(self.begun[number], made + 1)
+                pushed = table.push(gradients_of(step, number), {})
+                if program.back is not None:  # Only then is the next step known.
+                    pushed.wait()
                 here.task.sleep_until(lambda: False, program.pause * lot.random())
             except PsRolledBack as error:
                 self.world.tell(f"{WORKER} {number}", f"goes back to step {error.version}")
@@ -85,8 +95,26 @@ class Training:
         again = lost is not None and max(servers, default=0.0) > lost
         return again and version >= self.begun[number] - 1
 
+    def _load(self, worker: Worker, table: RemoteTable) -> None:
+        """Go back to what worker 0 has saved, unless others have done so."""
+        assert self.program.back is not None
+        if not self.has_saved:  # A disk was full, or a step was to be made again.
+            return
+        # A worker that has come again when others had made steps may be the one that leads.
+        table.entered_at = table.entered_at if table.clock > self.program.back[1] else 0
+        self.world.tell(f"{WORKER} {worker.number}", f"loads before step {table.clock}")
+        checkpoints.load(worker, self.folder / "back")
+        self.world.tell(f"{WORKER} {worker.number}", f"goes on from {table.steps_before}")
+
     def _ask(self, worker: Worker, step: int) -> None:
         """Do what one worker does before a step: save, and let there be fewer servers."""
+        back = self.program.back
+        if back is not None and back[0] == step and not worker.loads and not self.has_saved:
+            try:
+                checkpoints.save(worker, self.folder / "back")
+                self.has_saved = True
+            except (OSError, ValueError) as error:
+                self.world.tell(f"{WORKER} 0", f"cannot save: {error}")
         if step in self.program.saves and step not in self._asked:
             self.world.tell(f"{WORKER} 0", f"saves before step {step}")
             self._asked.add(step)
