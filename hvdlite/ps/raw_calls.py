@@ -6,7 +6,7 @@ process ends with the job; they are for workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,8 +81,8 @@ class RawCalls:
 
     def start(
         self,
-        name: str,
-        array: Any,
+        name: str | Mapping[str, Any],
+        array: Any = None,
         mode: str = ASYNC,
         staleness: int | None = None,
         op: int = ReduceOp.SUM,
@@ -90,12 +90,20 @@ class RawCalls:
     ) -> None:
         """Begin a tensor with the values of the first worker that calls it; others take part.
 
-        A `push` of a name that was not started begins it with zeros. `mode`, `staleness` and
+        A mapping of names to arrays begins many in less time than one by one. A `push` of a name
+        that was not started begins it with zeros. `mode`, `staleness` and
         `scale` are those of `DistributedOptimizer`: with "1/W", async and ssp divide each push by
         the number of workers that take part. In sync, `op` is Sum or Average of what all push.
         """
-        worker, value = _worker(), self._array(array)
-        _start(worker, name, value, TableOptions.of(mode, staleness, op, scale))
+        worker, options = _worker(), TableOptions.of(mode, staleness, op, scale)
+        given = name if isinstance(name, Mapping) else {name: array}
+        values = {each: self._array(value) for each, value in given.items()}
+        if isinstance(name, Mapping):
+            specs = {PREFIX + each: [_spec_of(each, value)] for each, value in values.items()}
+            new = {each: specs[each] for each in specs.keys() - worker.named.keys()}
+            worker.announce(dict(sorted(new.items())), options)
+        for each, value in values.items():
+            _start(worker, each, value, options)
 
     def start_rows(
         self, name: str, count: int, length: int, dtype: str = "float32", seed: int = 0,
@@ -215,12 +223,16 @@ def _start(worker: Worker, name: str, value: Array, options: TableOptions) -> Ra
     known = worker.named.get(PREFIX + name)
     if known is not None:
         return _dense(known, name)
-    spec = TensorSpec(PREFIX + name, value.dtype.name, value.shape)
-    dtype_of(spec.dtype)
-    flat = value.reshape(-1).copy()
-    table = worker.declare(PREFIX + name, [spec], options, lambda: [flat], RawTable)
+    flat, specs = value.reshape(-1).copy(), [_spec_of(name, value)]
+    table = worker.declare(PREFIX + name, specs, options, lambda: [flat], RawTable)
     assert isinstance(table, RawTable)
     return table
+
+
+def _spec_of(name: str, value: Array) -> TensorSpec:
+    spec = TensorSpec(PREFIX + name, value.dtype.name, value.shape)
+    dtype_of(spec.dtype)
+    return spec
 
 
 def _dense(table: Any, name: str) -> RawTable:

@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from hvdlite.numpy import ps
+from hvdlite.ps import context
 from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
@@ -23,6 +25,7 @@ from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.scheduler import Scheduler
 from hvdlite.ps.scheduler.state_file import StateFile
 from hvdlite.ps.tables.clocks import ASYNC
+from hvdlite.ps.tables.updater import Added
 from tests.ps.cluster import SIZES, SPECS, Cluster, in_threads
 
 NewCluster = Callable[..., Cluster]
@@ -112,6 +115,24 @@ def test_a_table_costs_what_it_is_and_not_what_all_are(
         worker.declare(str(number), SPECS, OPTIONS, lambda values=values: values)
     assert written.wholes <= 3
     assert written.nbytes <= 3 * (cluster.folder / "scheduler.json").stat().st_size
+
+
+def test_many_tensors_that_are_started_at_once_are_written_together(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = new_cluster(2, 1, updater=Added).worker("worker 0", 0)
+    monkeypatch.setattr(context, "worker", lambda: worker)
+    monkeypatch.setattr(context, "role", lambda: "worker")
+    ps.start("one", np.ones(3))
+    written = Written(monkeypatch)
+    ps.start({"one": np.zeros(3), **{str(n): np.full(5, float(n)) for n in range(300)}})
+    assert written.appends <= 100  # The machine decides how many come together.
+    assert ps.pull("one").tolist() == [1.0] * 3
+    for number in (0, 7, 299):
+        ps.push(str(number), np.ones(5))
+        assert ps.pull(str(number)).tolist() == [number + 1.0] * 5
+    with pytest.raises(ValueError, match="datetime64"):
+        ps.start({"dates": np.zeros(3, "datetime64[s]")})
 
 
 def test_a_scheduler_that_is_killed_knows_the_tables_of_which_it_has_told(

@@ -120,6 +120,16 @@ class Worker:
         table = self.named[name] = self._follow(declaration, make)
         return table
 
+    def announce(self, tables: Mapping[str, Sequence[TensorSpec]], options: TableOptions) -> None:
+        """Let the scheduler write many tables down at once, which are to be declared next.
+
+        Else each of them waits for its disk.
+        """
+        asked = [_declaration(name, specs, options) for name, specs in tables.items()]
+        request = self._enrolment.request
+        for handle in [self._client.ask(partial(request, message)) for message in asked]:
+            handle.wait()  # What is refused is so again, when it is declared.
+
     def declare_rows(self, spec: TensorSpec, options: TableOptions) -> RemoteRows:
         """Return a table of rows that all workers declare alike; its name is that of `spec`.
 
