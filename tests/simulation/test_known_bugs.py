@@ -41,7 +41,7 @@ FIRST = {
     "a member is believed without its proof": 149,
     "a proof of a member holds for another connection": 3,
     "the restart of the scheduler amid scaling": 28,
-    "the restart of a server amid scaling": 99,
+    "the restart of a server amid scaling": 306,
     "a table is sent before all pushes of its border are here": 321,
     "a load is made by who leads it alone": 272,
     "a push that is sent again counts again": 234,
