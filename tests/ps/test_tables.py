@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from hvdlite.ps.layouts.layout import place
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.table import Table, TableLostError
-from hvdlite.ps.tables.updater import add_up
+from hvdlite.ps.tables.updater import Added, add_up
 
 SPECS = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2), group=1)]
 
@@ -213,8 +214,13 @@ def test_a_pull_that_overtakes_its_push_is_answered_with_it(mode: Mode) -> None:
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_server_that_returns_takes_the_newest_values(every: int, seed: int) -> None:
-    """The values are never older than any worker's; with each version saved, nothing is lost."""
+def test_a_server_that_returns_takes_the_newest_values(
+    every: int, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The values are never older than any worker's; with each version saved, nothing is lost.
+
+    Else it is said that the optimizer's state is older.
+    """
     choose, table, workers = random.Random(seed), new_table(Mode(SYNC)), job(3)
     for worker in workers.values():
         deliver(table, workers, worker.start(table))
@@ -241,6 +247,32 @@ def test_a_server_that_returns_takes_the_newest_values(every: int, seed: int) ->
     assert all(worker.version == 8 for worker in workers.values())
     if every == 1:
         assert_same(table.updater.values(), train_in_one(8, range(3)))
+    told = [] if saved.version == 7 else [f"momenta, is that of version {saved.version}"]
+    assert [
+        each.getMessage().split(", such as ")[1].split(". ")[0] for each in caplog.records
+    ] == told
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+def test_a_state_that_nobody_has_kept_begins_anew_and_that_is_said(
+    momentum: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    table, workers = new_table(Mode(SYNC)), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    for _ in range(3):
+        run_step(table, workers, random.Random(0))
+    table = new_table(Mode(SYNC), incarnation=2)
+    table.reached = 3
+    if not momentum:
+        table.updater = Added()
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    assert (table.version, caplog.text) == (3, "")
+    for _ in range(2):
+        run_step(table, workers, random.Random(0))
+    text = "from version 3 with the values of worker 0, .* such as momenta, has begun anew"
+    assert len(re.findall(text, caplog.text)) == momentum
 
 
 def test_workers_that_are_ahead_of_all_values_are_told_to_go_back() -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.logs import log
 from hvdlite.ps.connections.messages import REPLACES, Answer, Message
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.layouts.blocks import Array
@@ -78,6 +79,7 @@ class Table:
         # returns may have to do a step again that other servers have not finished.
         self._sent: dict[int, list[Array]] = {}
         self._goes_back = False  # To a snapshot, though workers have newer values.
+        self._state_of: int | None = None  # The version of an older state that newer values got.
         self.records = OFF
         self._given: dict[int, int] = {}  # Worker -> the version of the values that it has.
         self.copy_of: Callable[[Array], Array] = np.copy  # Makes copies that are sent.
@@ -232,6 +234,8 @@ class Table:
         start = self._starts.waiting[worker]
         start.peer, start.request = peer, message.request
         self.updater.begin(values)
+        if start.version > self.version:
+            self._state_of = self.version
         self.clocks.version, self.load = max(start.version, 0), max(start.load, self.load)
         finished, sync = self.clocks.finished, self.clocks.mode.name == SYNC
         if sync:  # The values have all steps before their version: nobody makes one of them again.
@@ -415,8 +419,21 @@ class Table:
         self.records.begin("update", self.name)
         if gradients is not None:
             self.updater.step(gradients, self._numbers)
+            self._tell_of_state()
         self.clocks.update()
         self.records.end("update", self.name, version=self.version)
+
+    def _tell_of_state(self) -> None:
+        """Say what a server that was lost has cost, where the optimizer has a state at all."""
+        since, self._state_of = self._state_of, None
+        if since is not None and self.updater.state():
+            log.warning(
+                "the table '%s' goes on from version %d with the values of worker %s, as its "
+                "server was lost; what its optimizer keeps besides, such as momenta, %s. With "
+                "--ps-snapshot and --ps-snapshot-every 1 it loses nothing",
+                self.name, self.version, self._of,
+                f"is that of version {since}" if since else "has begun anew",
+            )  # fmt: skip
 
     def _keep(self, _gradients: list[Array] | None) -> None:
         """Keep the values of this version, for a worker that has to make this step again.
