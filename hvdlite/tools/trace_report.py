@@ -130,9 +130,12 @@ def _ms(seconds: float) -> str:
 MIB = 1 << 20
 SCRIPT = "train.py"  # the placeholder for the user's script
 NOT_SEEN = "-"
-# When one rank is always the slowest, its computation exceeds the median by at least this share of
-# the wait. With two ranks the share is a half, since the median lies between them.
-SAME_RANK = 0.25
+# A rank that is last in this share of the iterations is late for a cause of its own.
+MOSTLY = 2 / 3
+# What a rank may do longer than others, so that it comes to the end of backward after them. In the
+# other phases a rank waits for the rest: who takes longest there is early, and not slow.
+CAUSES = ("data", "computation", "optimizer")
+WITH_WAIT = ("iteration", "tail", "overlap")
 MEANINGS = {
     "iteration": "from the beginning of forward to the end of the step",
     "data": "between two iterations: loading data, and what else the loop does",
@@ -182,7 +185,15 @@ def make_report(rows: Sequence[IterationRow]) -> IterationReport:
 def advise_on(summary: Summary, typical: TypicalIteration | None) -> Advice:
     """Return the advice for a typical iteration; None: the trace has no end of backward."""
     if typical is not None:
-        return advise(*typical[:4])
+        advice = advise(*typical[:4])
+        after = typical.reductions[-1].end - typical.bp_end if typical.reductions else 0.0
+        if advice.segmentation and typical.wait > after:
+            return Advice(
+                0,
+                f"Ranks wait {_ms(typical.wait)} for the last one, which is longer than the "
+                f"{_ms(after)} of communication after backward: see to that rank first.",
+            )
+        return advice
     reductions = [
         TimedReduction(segment.start, segment.start, segment.bytes) for segment in summary.segments
     ]
@@ -196,24 +207,43 @@ def _notes(summary: Summary, typical: TypicalIteration | None) -> Iterator[str]:
             f"{len(summary.segments)}; in the others gradients were fused in another way."
         )
     if typical is not None and typical.wait > NEGLIGIBLE_TAIL * typical.iteration_end:
-        slower = summary.figures["computation"].more or 0.0
-        hint = (
-            "See which rank is slowest in computation."
-            if slower > SAME_RANK * typical.wait
-            else "Now one rank is late, now another: are there enough cores, and is nothing else "
-            "running on them?"
-        )
         yield (
             f"The last rank ends backward {duration(typical.wait)} after the first, and the rest "
-            f"waits for it: no cut helps against that. {hint}"
+            f"waits for it: no cut helps against that. {_who_is_last(summary, typical)}"
         )
+
+
+def _who_is_last(summary: Summary, typical: TypicalIteration) -> str:
+    """Return which rank is last in most iterations, and what it does longer than the fastest."""
+    (rank, times), *others = typical.last_ranks.most_common(2)
+    iterations = typical.last_ranks.total()
+    often = f"rank {rank} is last in {times} of {iterations} iterations"
+    if times < MOSTLY * iterations:
+        often += "".join(f", rank {other} in {count}" for other, count in others)
+        return (
+            f"Now one rank is late, now another ({often}): are there enough cores, and is nothing "
+            "else running on them?"
+        )
+    takes = {
+        name: (medians[rank], min(medians.values()))
+        for name in CAUSES
+        if rank in (medians := summary.figures[name].medians)
+    }
+    name = max(takes, key=lambda name: takes[name][0] - takes[name][1])
+    its, least = takes[name]
+    if its - least < typical.wait / 2:
+        return f"{often.capitalize()}, but no phase of it takes longer than that of the others."
+    return (
+        f"{often.capitalize()}: its {name} takes {duration(its)}, that of the fastest rank "
+        f"{duration(least)} ({name}: {MEANINGS[name]})."
+    )
 
 
 def _phases(summary: Summary) -> Table:
     rows = []
     for name, figure in summary.figures.items():
         show = percent if name == "overlap" else duration
-        slowest = ("", "") if name == "overlap" else _slowest(figure)
+        slowest = ("", "") if name in WITH_WAIT else _slowest(figure)
         rows.append((name, show(figure.median), *slowest, MEANINGS[name]))
     head = ("phase", "median", "slowest rank", "slower by", "what it is")
     return Table("Phases of an iteration", head, rows, (4,))

@@ -25,7 +25,8 @@ class Figure(NamedTuple):
 
     median: float | None  # over all rows; None: in no row
     slowest_rank: int | None  # the rank with the greatest median; None: there is only one rank
-    more: float | None  # by how much the slowest rank's median exceeds that of all rows
+    more: float | None  # by how much the slowest rank's median exceeds that of the fastest
+    medians: dict[int, float]  # by rank
 
 
 class SegmentFigures(NamedTuple):
@@ -151,13 +152,13 @@ def _figure(rows: Iterable[IterationRow], measure: Measure) -> Figure:
         if value is not None:
             by_rank.setdefault(row.rank, []).append(value)
     if not by_rank:
-        return Figure(None, None, None)
+        return Figure(None, None, None, {})
     middle = median(value for values in by_rank.values() for value in values)
-    if len(by_rank) == 1:
-        return Figure(middle, None, None)
     medians = {rank: median(values) for rank, values in by_rank.items()}
+    if len(by_rank) == 1:
+        return Figure(middle, None, None, medians)
     slowest = max(medians, key=lambda rank: (medians[rank], -rank))
-    return Figure(middle, slowest, medians[slowest] - middle)
+    return Figure(middle, slowest, medians[slowest] - min(medians.values()), medians)
 
 
 def _segment(rows: Sequence[IterationRow], k: int) -> SegmentFigures:
@@ -194,6 +195,7 @@ class TypicalIteration(NamedTuple):
     iteration_end: float
     reductions: tuple[TimedReduction, ...]
     wait: float  # from the first rank's end of backward to the last rank's
+    last_ranks: Counter[int]  # in how many iterations each rank was the last at that end
 
 
 def typical_iteration(rows: Sequence[IterationRow]) -> TypicalIteration | None:
@@ -232,7 +234,10 @@ def typical_iteration(rows: Sequence[IterationRow]) -> TypicalIteration | None:
         )
     iteration_end = known_median(row.iteration_end for row in last)
     fp_end = median_time(row.fp_end for row in last)
-    return TypicalIteration(fp_end, bp_end, iteration_end, tuple(reductions), median(waits))
+    times_last = Counter(row.rank for row in last)
+    return TypicalIteration(
+        fp_end, bp_end, iteration_end, tuple(reductions), median(waits), times_last
+    )
 
 
 def _bp_end(row: IterationRow) -> float:

@@ -146,8 +146,36 @@ def test_a_rank_that_is_always_late_is_told_from_ranks_that_take_turns() -> None
         ]
         return trace_report.make_report(rows).notes[0]
 
-    assert "See which rank is slowest in computation" in note(late=0)
-    assert "Now one rank is late, now another" in note(late=1)
+    assert "Rank 0 is last in 4 of 4 iterations: its computation takes 39.000 ms" in note(late=0)
+    assert "Now one rank is late, now another (rank 0 is last in 2 of 4" in note(late=1)
+
+
+def test_a_rank_whose_data_come_late_is_named_and_not_the_one_that_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In ms: 2 of data and 10 of computation; rank 1 takes 32 of data; all end 4 after its end."""
+    for rank, data in ((0, 2), (1, 32)):
+        rows = []
+        for k in range(6):
+            before, start = k * 49, k * 49 + data
+            last = before + 32 + 10
+            marks = IterationTimes(
+                start * MS, (start + 4) * MS, (start + 10) * MS, 1 * MS, (last + 7) * MS
+            )
+            reductions = [SegmentTimes(last * MS, (last + 4) * MS, MIB)]
+            rows.append(make_row(k, rank, marks, reductions, before * MS, 0.0))
+        file = open_rows(path_of_rank(str(tmp_path / "t.csv"), rank))
+        file.append(rows)
+        file.close()
+    assert main(["report", str(tmp_path / "t.csv")]) == 0
+    output = capsys.readouterr().out
+    lines = lines_of(output)
+    assert lines["data"][1:3] == ["1", "30.000 ms"]
+    assert lines["iteration"][1:3] == lines["tail"][1:3] == ["", ""]
+    assert "Rank 1 is last in 6 of 6 iterations: its data takes 32.000 ms" in output
+    assert "2.000 ms (data: between two iterations" in output
+    assert "Now one rank is late" not in output
+    assert "--segmentation" not in output and "wait 30 ms for the last one" in output
 
 
 def test_iterations_of_other_lengths_do_not_blur_what_comes_after_backward() -> None:
