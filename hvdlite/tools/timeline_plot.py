@@ -5,7 +5,9 @@ It needs matplotlib.
 
 from __future__ import annotations
 
+import colorsys
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +16,22 @@ from hvdlite.common.timeline.chrome_trace import ENGINE_TRACK, NEGOTIATE_PREFIX,
 from hvdlite.tools.drawing import load_matplotlib
 from hvdlite.tools.timeline_reader import Event, Head, TimelineFormatError
 
-NEGOTIATION_COLOUR = "#f2c894"
-COLLECTIVE_COLOUR = "#9ec5e8"
-COLOURS = (
-    "#2f6db0", "#d1495b", "#3c9d6f", "#8a5fb0", "#c98a1b", "#4aa8b5", "#7d6a58", "#b04a8c",
-    "#6b7f2a", "#5a6b8c",
-)  # fmt: skip
-ENGINE_STATE_COLOURS = {"WAIT": "#e4e4e4"}
+# Pictures are compared, so a name has one colour in all of them: the usual ones these.
+COLOURS = {
+    "negotiation": "#f2c894",
+    "collective": "#9ec5e8",
+    "engine: WAIT": "#e4e4e4",
+    "engine: NEGOTIATE": "#c98a1b",
+    "engine: EXECUTE": "#5a6b8c",
+    "SHM_ALLREDUCE": "#2f6db0",
+    "RING_ALLREDUCE": "#d1495b",
+    "MPI_ALLREDUCE": "#b04a8c",
+    "SHM_ALLGATHER": "#3c9d6f",
+    "RING_ALLGATHER": "#6b7f2a",
+    "SHM_BROADCAST": "#8a5fb0",
+    "RING_BROADCAST": "#4aa8b5",
+    "SHM_REDUCESCATTER": "#7d6a58",
+}
 NAME_CHARACTERS = 44  # the most of a track's name that its label shows
 
 LABEL_SHARE = 0.035  # the share of the picture's width that a bar needs to get text
@@ -60,17 +71,22 @@ class Track:
 
 
 def collect(events: Iterable[Event], window: Window = (None, None)) -> list[Track]:
-    """Return the tracks with spans in `window`, in order: engine, segments, then tensors."""
+    """Return the tracks with spans in `window`, in order: engine, segments, then tensors.
+
+    Raises `TimelineFormatError` when there are none.
+    """
     low = float("-inf") if window[0] is None else window[0] * 1000
     high = float("inf") if window[1] is None else window[1] * 1000
     head = Head()
     tracks: dict[int, Track] = {}
     stacks: dict[int, list[Span]] = {}
-    last = 0.0
+    first, last = float("inf"), 0.0
     for event in events:
         head.update(event)
         pid, now, phase = event.get("pid"), event.get("ts", 0), event.get("ph")
         last = max(last, now)
+        if "ts" in event:
+            first = min(first, now)
         if pid not in head.names:
             continue
         track = tracks.setdefault(pid, Track(head.names[pid]))
@@ -88,7 +104,13 @@ def collect(events: Iterable[Event], window: Window = (None, None)) -> list[Trac
     for pid, stack in stacks.items():
         for span in stack:
             _end_span(tracks[pid], span, last, low)
-    return _sorted([track for track in tracks.values() if track.spans])
+    filled = [track for track in tracks.values() if track.spans]
+    if not filled:
+        covered = f"{first / 1000:g} to {last / 1000:g} ms" if first <= last else "nothing"
+        raise TimelineFormatError(
+            f"nothing happened in this part of the timeline, which covers {covered}"
+        )
+    return _sorted(filled)
 
 
 def _sorted(tracks: list[Track]) -> list[Track]:
@@ -113,7 +135,8 @@ def draw(
 ) -> None:
     """Draw `events` into the image file `output`, with at most `tensors` tracks of tensors.
 
-    Raises `ImportError` without matplotlib and `TimelineFormatError` when the window is empty.
+    The axis has the file's own times, as `window` does. Raises `ImportError` without matplotlib and
+    `TimelineFormatError` when the window is empty.
     """
     figure_class, patch_class = load_matplotlib("plot")
     tracks = collect(events, window)
@@ -121,48 +144,39 @@ def draw(
     of_tensors = [track for track in tracks if track.order == 2]
     shown = not_tensors + of_tensors[:tensors]
     if not shown:
-        raise TimelineFormatError("nothing happened in this part of the timeline")
+        raise TimelineFormatError(f"{tensors} tensors are to be drawn, and there is no other track")
     low = min(span.start for track in shown for span in track.spans)
     high = max(span.end for track in shown for span in track.spans)
     figure = figure_class(figsize=(12, 1.6 + 0.27 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
-    colours = _Colours()
+    colours: dict[str, str] = {}
     for index, track in enumerate(shown):
-        _draw_track(axes, index, track, colours, low, LABEL_SHARE * (high - low) / 1000)
+        _draw_track(axes, index, track, colours, LABEL_SHARE * (high - low) / 1000)
     _label(axes, shown, len(of_tensors) - tensors, title)
     if window[0] is not None:
-        axes.set_xlim(left=max(0.0, window[0] - low / 1000))
+        axes.set_xlim(left=max(low / 1000, window[0]))
     if window[1] is not None:
-        axes.set_xlim(right=window[1] - low / 1000)
-    patches = [patch_class(color=colour, label=name) for name, colour in colours.used.items()]
+        axes.set_xlim(right=window[1])
+    patches = [patch_class(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(output, dpi=130)
 
 
-class _Colours:
-    """The colours of names, assigned in the order in which names appear."""
+def _legend_name(track: Track, span: Span) -> str:
+    if track.order == 0:
+        return f"engine: {span.name}"
+    if span.name.startswith(NEGOTIATE_PREFIX):
+        return "negotiation"
+    return "collective" if span.depth == 0 else span.name
 
-    def __init__(self) -> None:
-        self.used: dict[str, str] = {}
-        self._next = 0
 
-    def of(self, track: Track, span: Span) -> str:
-        """Return the colour of `span`, and add its name to the legend."""
-        if track.order == 0:
-            return self._named(f"engine: {span.name}", ENGINE_STATE_COLOURS.get(span.name))
-        if span.name.startswith(NEGOTIATE_PREFIX):
-            return self._named("negotiation", NEGOTIATION_COLOUR)
-        if span.depth == 0:
-            return self._named("collective", COLLECTIVE_COLOUR)
-        return self._named(span.name, None)
-
-    def _named(self, name: str, fixed: str | None) -> str:
-        if name not in self.used:
-            if fixed is None:
-                fixed = COLOURS[self._next % len(COLOURS)]
-                self._next += 1
-            self.used[name] = fixed
-        return self.used[name]
+def colour_of(name: str) -> str:
+    """Return the colour of a name of the legend, which depends on nothing else."""
+    if name in COLOURS:
+        return COLOURS[name]
+    number = zlib.crc32(name.encode())
+    parts = colorsys.hls_to_rgb(number % 360 / 360, 0.35 + number // 360 % 3 / 10, 0.5)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def _size(nbytes: int) -> str:
@@ -172,18 +186,20 @@ def _size(nbytes: int) -> str:
 
 
 def _draw_track(
-    axes: Any, index: int, track: Track, colours: _Colours, low: float, labelled: float
+    axes: Any, index: int, track: Track, colours: dict[str, str], labelled: float
 ) -> None:
-    """Draw bars from `low` (us) on; segments longer than `labelled` (ms) show their bytes."""
+    """Draw bars, and add their colours; segments longer than `labelled` (ms) show their bytes."""
     for span in sorted(track.spans, key=lambda span: span.depth):
         height = 0.8 / (1 + span.depth) ** 0.8
-        start, width = (span.start - low) / 1000, (span.end - span.start) / 1000
-        colour = colours.of(track, span)
+        start, width = span.start / 1000, (span.end - span.start) / 1000
+        name = _legend_name(track, span)
+        colour = colours.setdefault(name, colour_of(name))
         axes.broken_barh([(start, width)], (index - height / 2, height), facecolors=colour)
         if span.bytes is not None and width > labelled:
             middle = start + width / 2
-            axes.text(middle, index, _size(span.bytes), fontsize=6, va="center", ha="center")
-    ticks = [(tick - low) / 1000 for tick in track.ticks]
+            style = {"fontsize": 6, "va": "center", "ha": "center", "clip_on": True}
+            axes.text(middle, index, _size(span.bytes), **style)
+    ticks = [tick / 1000 for tick in track.ticks]
     axes.vlines(ticks, index - 0.4, index + 0.4, colors="#8a4b08", linewidth=0.8)
 
 
@@ -196,6 +212,7 @@ def _label(axes: Any, tracks: list[Track], left_out: int, title: str) -> None:
     ]
     axes.set_yticks(range(len(tracks)), names, fontsize=7)
     axes.set_ylim(len(tracks) - 0.4, -0.6)
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
     axes.set_xlabel("ms" + (f"   ({left_out} more tensors are not shown)" if left_out > 0 else ""))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)

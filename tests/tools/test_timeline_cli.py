@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -330,4 +331,45 @@ def test_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["draw", path, "-o", str(tmp_path / "a.png"), "--title", "one step"]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert main(["draw", path, "-o", str(tmp_path / "b.png"), "--start-ms", "1000"]) == 1
-    assert "nothing happened" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "nothing happened in this part of the timeline, which covers 0.01 to 0.03 ms" in error
+
+
+def svg_of(tmp_path: Path, events: list[Event], *words: str) -> str:
+    """A picture, as text in which every label stands."""
+    path = tmp_path / "zoomed.json"
+    path.write_text(json.dumps(events))
+    output = tmp_path / "zoomed.svg"
+    assert main(["draw", str(path), "-o", str(output), *words]) == 0
+    return output.read_text()
+
+
+def test_the_axis_of_a_picture_has_the_times_that_select_a_part(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    events = json.loads(Path(write(tmp_path / "a.json", 0)).read_text())
+    later = [{**e, "ts": e["ts"] * 50_000 + 3_600_000_000} if "ts" in e else e for e in events]
+    window = ("--start-ms", "3601000", "--end-ms", "3601400")  # within ALLREDUCE
+    labels = re.findall(r"<!-- ([\d.]+) -->", svg_of(tmp_path, later, *window))
+    assert labels[0] == "3601000" and labels[-1] == "3601400"
+
+
+def test_a_phase_has_one_colour_in_all_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    head = json.loads(Path(write(tmp_path / "a.json", 0)).read_text())[:6]
+
+    def colours(*phases: str) -> list[str]:
+        """The colours of these phases, each in a collective, in the order of the legend."""
+        events = list(head)
+        for k, phase in enumerate(phases):
+            events.append({"ph": "B", "name": "ALLREDUCE", "ts": 100 * k, "pid": 2})
+            events.append({"ph": "B", "name": phase, "ts": 100 * k + 10, "pid": 2})
+            events += ({"ph": "E", "ts": 100 * k + after, "pid": 2} for after in (50, 60))
+        legend = svg_of(tmp_path, events).partition('id="legend_1"')[2]
+        drawn = re.findall(r'id="patch_\d+">\s*<path [^>]*style="fill: (#\w+)', legend)
+        assert len(drawn) == 1 + len(phases)
+        return drawn[1:]  # The first is the collective's.
+
+    for phase in ("SHM_ALLREDUCE", "SOME_PHASE"):
+        alone = colours(phase)
+        after_others = colours("MEMCPY_IN_FUSION_BUFFER", "RING_ALLREDUCE", phase)
+        assert alone == after_others[-1:] and len({*after_others}) == 3
