@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
+from hvdlite.launcher.decisions.lines import spans
+
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 KILLED_WITH_SHELL = "was killed together with its shell"
 UNCAUGHT = 1  # what Python exits with after an exception
@@ -27,6 +29,8 @@ class Failure:
     lost: str = ""  # how it was lost, where nobody knows its code
     by_choice: bool = False  # the process chose its code: it is no signal's
     cause: str = ""  # the exception that ended it, as "Type: text"
+    alike: tuple[int, ...] = ()  # where several ranks raised this exception: these, and none first
+    all_alike: bool = False  # and no other rank is left
 
     def __str__(self) -> str:
         if self.lost:
@@ -36,7 +40,12 @@ class Failure:
         if self.code == NOT_EXECUTABLE:
             return f"rank {self.rank} failed: its command cannot be executed (exit code 126)"
         if self.cause:
-            return f"rank {self.rank} failed: {self.cause.rstrip('.')} (exit code {self.code})"
+            who = f"rank {self.rank} failed"
+            if self.alike:
+                count = len(self.alike)
+                who = f"all {count} ranks" if self.all_alike else f"ranks {spans(self.alike)}"
+                who += " failed alike"
+            return f"{who}: {self.cause.rstrip('.')} (exit code {self.code})"
         try:
             name = signal.Signals(0 if self.by_choice else self.code - 128).name
         except ValueError:
@@ -102,32 +111,36 @@ class FirstFailure:
     def failure(self) -> Failure | None:
         """Return the first cause; ranks that only suffered from another's end come last.
 
-        A rank that raised and then hung until we ended it failed with exit code 1.
+        A rank that raised and then hung until we ended it failed with exit code 1. Of ranks that
+        raised the same, such as all that disagree, none is the first.
         """
         failed = [rank for rank, code in self.codes.items() if code]
         failed.sort(key=lambda rank: rank not in self.raised)  # we may have ended the others
-        for rank in map(self._first_alike, [*self._suspects, *failed]):
+        for rank in [*self._suspects, *failed]:
             if rank in self.lost and rank not in self.raised:
                 return Failure(rank, 128 + signal.SIGKILL, lost=self.lost[rank])
-            code = self.codes.get(rank)
-            if rank in self.raised and (code is None or (self.closed and code > 128)):
-                code = 1
+            code = self._code(rank)
+            if code == UNCAUGHT and self.causes.get(rank):
+                return self._by_exception(self.causes[rank])
             if code:
                 # After a signal or an exit of its own choice, what it printed before is no cause.
-                cause = self.causes.get(rank, "") if code == UNCAUGHT else ""
-                by_choice = code > 128 and rank in self.by_choice
-                return Failure(rank, code, cause=cause, by_choice=by_choice)
+                return Failure(rank, code, by_choice=code > 128 and rank in self.by_choice)
         return None
 
-    def _first_alike(self, rank: int) -> int:
-        """Return the lowest of the ranks that failed by the same exception, if this one did."""
-        if self.raised.get(rank) is not False:
-            return rank
-        return min(
-            each
-            for each, victim in self.raised.items()
-            if not victim and self.causes[each] == self.causes[rank] and self.codes.get(each) != 0
-        )
+    def _code(self, rank: int) -> int:
+        """Return by which exit code a rank failed; 0: it did not."""
+        code = self.codes.get(rank)
+        if rank in self.raised and (code is None or (self.closed and code > 128)):
+            return UNCAUGHT
+        return code or 0
+
+    def _by_exception(self, cause: str) -> Failure:
+        raised = (rank for rank, text in self.causes.items() if text == cause)
+        alike = tuple(sorted(rank for rank in raised if self._code(rank) == UNCAUGHT))
+        if len(alike) == 1:
+            return Failure(alike[0], UNCAUGHT, cause=cause)
+        others = {*self.started, *self.raised, *self.codes}.difference(alike)
+        return Failure(alike[0], UNCAUGHT, cause=cause, alike=alike, all_alike=not others)
 
 
 # How a job is ended: which step comes when.

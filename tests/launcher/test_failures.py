@@ -117,6 +117,8 @@ def test_ranks_that_disagree_show_where() -> None:
     )
     lines = run(script, ranks=2)
     assert sum("Traceback" in line for line in lines) == 2
+    said = "hvdlite-run: all 2 ranks failed alike: HorovodInternalError: allreduce "
+    assert next(line for line in lines if line.startswith("hvdlite-run: ")).startswith(said)
     assert "ranks disagree on shape" in lines[-1]
 
 

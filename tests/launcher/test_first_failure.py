@@ -69,11 +69,25 @@ def test_the_cause_is_what_the_rank_raised() -> None:
         )
 
 
-def test_of_ranks_that_have_raised_the_same_the_first_is_named() -> None:
-    """Such as all that have forgotten `init`, of which rank 0 shows where."""
+def test_of_ranks_that_have_raised_the_same_none_is_named_as_the_first() -> None:
+    """Such as all that have forgotten `init`."""
     same = [f"raised {rank} own ValueError: x" for rank in (2, 1)]
     heard = first_failure(*same, "raised 0 own KeyError", "close 0", "exit 2 1", "exit 1 143")
-    assert heard.failure() == Failure(1, 1, cause="ValueError: x")
+    assert heard.failure() == Failure(1, 1, cause="ValueError: x", alike=(1, 2))
+    assert str(heard.failure()) == "ranks 1-2 failed alike: ValueError: x (exit code 1)"
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("kind", ["internal", "own"])
+def test_ranks_that_disagree_have_failed_alike(ranks: tuple[int, int], kind: str) -> None:
+    """In whichever order the launcher hears of them; one may have hung until the job's end."""
+    started = [f"start {rank} 1{rank} here" for rank in (0, 1)]
+    raised = [f"raised {rank} {kind} HorovodInternalError: shapes" for rank in ranks]
+    heard = first_failure(
+        *started, *raised, f"exit {ranks[0]} 1", "close 0", f"exit {ranks[1]} 143"
+    )
+    said = "all 2 ranks failed alike: HorovodInternalError: shapes (exit code 1)"
+    assert str(heard.failure()) == said
 
 
 def test_what_is_running() -> None:

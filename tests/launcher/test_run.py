@@ -193,7 +193,7 @@ def test_names_that_are_no_text_are_names_all_the_same(tmp_path: Path) -> None:
     done = launch("--verbose", "--output-filename", out, "-np", "2", script, TMPDIR=folder)
     assert done.returncode == 1
     assert done.stdout.count(":True\n") == 2
-    assert "failed: KeyError: " in done.stderr
+    assert "failed alike: KeyError: " in done.stderr
     assert sorted(os.listdir(folder)) == ["out", "train.py"]
 
 
