@@ -22,6 +22,9 @@ HINTS = {
     r"ModuleNotFoundError: No module named 'hvdlite'$":
         f"the ranks run another Python than hvdlite-run, which runs {sys.executable}: "
         "start the script with that one",
+    r".*: ranks disagree on (shape|number of elements)":
+        "is the model built alike on all ranks? A smaller last batch needs drop_last=True, or "
+        "join() after the last one; calls without a name need one order on all ranks",
     r"BdbQuit": "a debugger needs a terminal: hvdlite-run --debug-rank N gives it to rank N",
 }  # fmt: skip
 # `reason_of_shutdown` tells what a rank has shut down after, which may be the end of its data.

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import hvdlite
+from hvdlite.common.collectives.table import disagreement
+from hvdlite.common.plain.messages import Request
 from hvdlite.launcher.decisions.endings import Failure
 from hvdlite.launcher.hosts.ssh import diagnose
 from hvdlite.launcher.jobs.outcome import failure_sentence
@@ -119,7 +121,27 @@ def test_ranks_that_disagree_show_where() -> None:
     assert sum("Traceback" in line for line in lines) == 2
     said = "hvdlite-run: all 2 ranks failed alike: HorovodInternalError: allreduce "
     assert next(line for line in lines if line.startswith("hvdlite-run: ")).startswith(said)
-    assert "ranks disagree on shape" in lines[-1]
+    assert "ranks disagree on shape" in lines[-2]
+    assert lines[-1].startswith("hvdlite-run: hint: is the model built alike on all ranks?")
+
+
+@pytest.mark.parametrize(
+    ("collective", "dtype", "shape", "hinted"),
+    [
+        ("allreduce", "float32", (2, 4), True),
+        ("allgather", "float32", (2, 4), True),
+        ("point_to_point", "float32", (2, 4), True),
+        ("allreduce", "float64", (2, 3), False),
+    ],
+)
+def test_ranks_that_disagree_on_a_shape_get_a_hint(
+    collective: str, dtype: str, shape: tuple[int, ...], hinted: bool
+) -> None:
+    first = Request(0, "x", collective, "float32", (2, 3))
+    other = first._replace(dtype=dtype, shape=shape)
+    cause = f"HorovodInternalError: {disagreement((0, first), (1, other))}"
+    assert "ranks disagree on" in cause
+    assert ("drop_last=True" in failure_sentence(Failure(0, 1, cause=cause), {})) == hinted
 
 
 @each_launcher
