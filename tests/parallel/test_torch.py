@@ -31,3 +31,27 @@ def test_training(size: int, methods: tuple[str, ...]) -> None:
     result = run_command(command, timeout=200)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout
+
+
+UNEVEN = """
+import torch, hvdlite.torch as hvd
+hvd.init()
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+for _ in range(3 - hvd.rank()):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+hvd.allreduce(torch.ones(1), name="loss")
+"""
+
+
+def test_ranks_with_different_numbers_of_batches_are_told_of_join_and_where_they_are() -> None:
+    command = ranks(2, sys.executable, "-c", UNEVEN, preload=PRELOAD)
+    result = run_command(command, HVDLITE_STALL_SHUTDOWN_TIME_SECONDS="3")
+    assert result.returncode != 0
+    _, end, error = result.stdout.partition("HorovodInternalError: stalled for up to 3 s: 2 ranks")
+    assert end and "docs/howto/uneven_data.md" in error, result.stdout
+    assert "rank 0 waits for 'allreduce.weight'" in error or "'allreduce.bias'" in error, error
+    assert "rank 1 waits for 'allreduce.loss'" in error, error

@@ -46,6 +46,12 @@ def call_of_user(frames: Sequence[FrameType]) -> str:
     return f"{file}, line {line}, in {frame.f_code.co_name}" + (f": {text}" if text else "")
 
 
+def is_in_gradients(frames: Sequence[FrameType]) -> bool:
+    """Return whether a thread with these frames exchanges gradients, such as in an optimizer."""
+    files = (frame.f_code.co_filename for frame in frames)
+    return any(is_own(file) and "gradient" in file.removeprefix(OWN_FOLDER) for file in files)
+
+
 def stack_of_user(frame: FrameType) -> str:
     """Return the stack of a thread down to the call of hvdlite in which it waits, if in any."""
     frames = [frame]

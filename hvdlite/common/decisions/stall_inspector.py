@@ -31,6 +31,15 @@ class Waiting(NamedTuple):
         return all(lacking) if self.one_is_enough else any(lacking)
 
 
+class Deadlock(NamedTuple):
+    """Ranks that wait for each other, and where each of some of them is."""
+
+    ranks: frozenset[int]
+    names: frozenset[str]  # Of the tensors that they wait for.
+    sentence: str
+    lines: tuple[str, ...]
+
+
 class StallReport(NamedTuple):
     """A warning for the user."""
 
@@ -59,8 +68,10 @@ class StallInspector:
         due = max(oldest + self.warning_seconds, self._not_before)
         return min(due, oldest + self.shutdown_seconds)
 
-    def inspect(self, waiting: Iterable[Waiting], now: float) -> StallReport | None:
-        """Return the report that is due at `now`, or None."""
+    def inspect(
+        self, waiting: Iterable[Waiting], now: float, deadlock: Deadlock | None = None
+    ) -> StallReport | None:
+        """Return the report that is due at `now`, or None; it repeats a known `deadlock`."""
         late = [item for item in waiting if now >= item.since + self.report_seconds]
         if not late:
             return None
@@ -78,7 +89,8 @@ class StallInspector:
             self._interval = min(2 * self._interval, longest)
         self._again = now + self._interval
         missing = tuple(sorted({rank for item in late for rank in item.missing}))
-        return StallReport(self._text(late, missing, now, shutdown), missing, shutdown)
+        text = self._text(late, missing, now, shutdown, deadlock)
+        return StallReport(text, missing, shutdown)
 
     @property
     def report_seconds(self) -> float:
@@ -86,7 +98,12 @@ class StallInspector:
         return min(self.warning_seconds, self.shutdown_seconds)
 
     def _text(
-        self, late: list[Waiting], missing: tuple[int, ...], now: float, shutdown: bool
+        self,
+        late: list[Waiting],
+        missing: tuple[int, ...],
+        now: float,
+        shutdown: bool,
+        deadlock: Deadlock | None,
     ) -> str:
         longest = now - min(item.since for item in late)
         tensors = [item for item in late if not item.joined]
@@ -94,10 +111,13 @@ class StallInspector:
         if tensors:
             count = _count(len(tensors), "tensor")
             subject = f"{count} submitted by some ranks and not by others"
+        why = f"{subject}. A rank may have taken another branch, or failed."
         lines = [
-            f"stalled for up to {longest:.0f} s: {subject}. "
-            "A rank may have taken another branch, or failed.",
+            f"stalled for up to {longest:.0f} s: {why if deadlock is None else deadlock.sentence}"
         ]
+        if deadlock is not None:
+            lines += deadlock.lines
+            missing = tuple(rank for rank in missing if rank not in deadlock.ranks)
         for rank in missing:
             names = [item.name for item in tensors if rank in item.missing]
             if names:
@@ -150,14 +170,16 @@ MOST_RANKS = 4  # That a report names, with two lines each.
 class DeadlockDetector:
     """The questions of rank 0, and what follows from the answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, shutdown_seconds: float = 0.0) -> None:
+        """`shutdown_seconds` is the time after which the stall inspector ends the job; 0: never."""
+        self._shutdown_seconds = shutdown_seconds
         self._interval = FIRST_SECONDS
         self._not_before = 0.0
         self._oldest: float | None = None  # Since when the oldest tensor waited at the last check.
         self._number = 0  # Of the last question: an answer to an earlier one does not count.
         self._replies: dict[int, WaitReply] = {}
         self._asked: frozenset[int] = frozenset()  # Empty where no answer would count.
-        self._told: frozenset[int] = frozenset()  # The ranks of the last report.
+        self._told: Deadlock | None = None  # What the last report told.
 
     def next_check(self, oldest: float) -> float:
         """Return when to call `ask` next, if `oldest` is since when the oldest tensor waits."""
@@ -204,18 +226,33 @@ class DeadlockDetector:
             stuck = set(waits)  # One of them goes on when any tensor that it waits for is complete.
             missing_of = _never_complete(tensors, stuck)
             waits = {rank: names for rank, names in waits.items() if missing_of.keys() >= {*names}}
-        if not stuck or stuck == self._told:
+        if not stuck or (self._told is not None and stuck == self._told.ranks):
             return None
-        self._told = frozenset(stuck)
-        return self._text(self._told, missing_of)
+        self._told = self._deadlock(frozenset(stuck), missing_of)
+        flag, limit = "--stall-check-shutdown-time-seconds", self._shutdown_seconds
+        end = f"The job waits until it is ended; {flag} ends such a job by itself."
+        if limit:
+            end = f"They are ended after {limit:g} s, by {flag}."
+        return "\n".join([f"{self._told.sentence} {end}", *self._told.lines])
 
-    def _text(self, stuck: frozenset[int], missing_of: Mapping[str, Collection[int]]) -> str:
-        shown = sorted(stuck)[:MOST_RANKS]
-        lines = [
+    def deadlock(self, waiting: Iterable[Waiting]) -> Deadlock | None:
+        """Return the ranks of the last report, where all that they waited for is waiting still."""
+        if self._told is None or not self._told.names <= {tensor.name for tensor in waiting}:
+            return None
+        return self._told
+
+    def _deadlock(
+        self, stuck: frozenset[int], missing_of: Mapping[str, Collection[int]]
+    ) -> Deadlock:
+        sentence = (
             f"{len(stuck)} ranks wait for each other, and none of them will ever go on. "
-            "Let all ranks make these calls in one order, and none for rank 0 alone. The job waits "
-            "until it is ended; --stall-check-shutdown-time-seconds ends such a job by itself."
-        ]
+            "Let all ranks make these calls in one order, and none for rank 0 alone."
+        )
+        if len({self._replies[rank].in_gradients[0] for rank in stuck}) > 1:
+            sentence += (
+                " Ranks with different numbers of batches need join(): docs/howto/uneven_data.md."
+            )
+        shown, lines = sorted(stuck)[:MOST_RANKS], []
         for rank in shown:
             name, place = self._replies[rank].names[0], self._replies[rank].places[0]
             others = ranks_text(sorted(stuck.intersection(missing_of[name])))
@@ -223,7 +260,8 @@ class DeadlockDetector:
             lines.append(f"    {place}")
         if len(stuck) > len(shown):
             lines.append(f"  and {len(stuck) - len(shown)} more ranks.")
-        return "\n".join(lines)
+        names = frozenset(name for rank in stuck for name in self._replies[rank].names)
+        return Deadlock(stuck, names, sentence, tuple(lines))
 
 
 def _never_complete(

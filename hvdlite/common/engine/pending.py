@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from traceback import walk_stack
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.user_frames import call_of_user, is_of_user
+from hvdlite.common.base.user_frames import call_of_user, is_in_gradients, is_of_user
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.entries import Entry, Key
 from hvdlite.common.plain.handles import Handle
@@ -160,10 +160,11 @@ class PendingTable:
         found.sort(key=lambda entry: entry.enqueued)
         return [(entry.request.name, entry.enqueued) for entry in found]
 
-    def waits(self) -> list[tuple[str, str]]:
+    def waits(self) -> list[tuple[str, str, int]]:
         """Return the tensors for which threads of the user wait without a limit, and where.
 
-        None where one of these threads does anything else, so that it could submit more.
+        The number is 1 for a thread that exchanges gradients. None where one of these threads does
+        anything else, so that it could submit more.
         """
         with self._lock:
             names = {id(entry.handle): entry.request.name for entry in self._entries.values()}
@@ -176,7 +177,8 @@ class PendingTable:
             handle = Handle.awaited_in(frames)
             if id(handle) not in names:
                 return []
-            waits.append((names[id(handle)], call_of_user(frames)))
+            in_gradients = int(is_in_gradients(frames))
+            waits.append((names[id(handle)], call_of_user(frames), in_gradients))
         return waits
 
     def pop_set(self, process_set_id: int) -> list[Entry]:

@@ -39,7 +39,7 @@ class StallWatch:
         self._links, self._coordinator, self._aggregator = links, coordinator, aggregator
         self._pass_on, self._clock = pass_on, clock
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
-        self._deadlocks = DeadlockDetector()
+        self._deadlocks = DeadlockDetector(config.stall_shutdown_seconds)
         self.disturb = self._deadlocks.disturb  # To be called when something goes on.
         self._stacks: dict[int, str] = {}  # What rank 0 has shown of each rank's main thread.
         self._watches = not config.stall_check_disable and (
@@ -84,7 +84,8 @@ class StallWatch:
         query = self._deadlocks.ask(self._coordinator.waiting(), oldest, now)
         if query is not None:
             self.on_wait_query(query)
-        report = self._stalls.inspect(self._coordinator.waiting(), now)
+        waiting = list(self._coordinator.waiting())
+        report = self._stalls.inspect(waiting, now, self._deadlocks.deadlock(waiting))
         if report is None:
             return
         log.warning(report.text)
@@ -93,14 +94,14 @@ class StallWatch:
             raise StalledError(report.text, report.missing)
         self.on_stack_query(StackQuery(report.missing))
 
-    def answer(self, waits: Sequence[tuple[str, str]]) -> None:
-        """Tell rank 0 for which tensors the threads of this rank wait, and where.
+    def answer(self, waits: Sequence[tuple[str, str, int]]) -> None:
+        """Tell rank 0 for which tensors the threads of this rank wait, and where: `Pending.waits`.
 
         All that they had submitted before must be reported, and all orders be obeyed.
         """
         number, self.asked = self.asked, 0
-        names, places = zip(*waits, strict=True) if waits else ((), ())
-        self.on_wait_reply(WaitReply(number, self._links.rank, names, places))
+        columns = zip(*waits, strict=True) if waits else ((), (), ())
+        self.on_wait_reply(WaitReply(number, self._links.rank, *columns))
 
     # -- messages
 

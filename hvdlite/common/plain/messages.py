@@ -18,7 +18,7 @@ import msgpack
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # As `Request.fusion_bytes`: the fusion threshold of the job.
@@ -206,6 +206,7 @@ class WaitReply(NamedTuple):
     rank: int
     names: tuple[str, ...]
     places: tuple[str, ...]
+    in_gradients: tuple[int, ...]  # 1 for a thread that exchanges gradients.
 
 
 class ClockQuery(NamedTuple):
@@ -395,7 +396,7 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
     StackQuery: (_naturals,),
     StackReply: (_natural, _text),
     WaitQuery: (_natural, _naturals),
-    WaitReply: (_natural, _natural, _texts, _texts),
+    WaitReply: (_natural, _natural, _texts, _texts, _naturals),
     LauncherOrder: (_integer, _text, _natural),
     ClockQuery: (_natural, _integer),
     ClockReply: (_natural, _integer, _integer),

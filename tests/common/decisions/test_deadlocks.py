@@ -8,6 +8,7 @@ from hvdlite.common.decisions.stall_inspector import (
     FIRST_SECONDS,
     LONGEST_SECONDS,
     DeadlockDetector,
+    StallInspector,
     Waiting,
 )
 from hvdlite.common.plain.messages import WaitReply
@@ -17,8 +18,9 @@ def waiting(**missing: tuple[int, ...]) -> list[Waiting]:
     return [Waiting(name, ranks, 0.0) for name, ranks in missing.items()]
 
 
-def reply(rank: int, *names: str, number: int = 1) -> WaitReply:
-    return WaitReply(number, rank, names, tuple(f"script.py, line {rank}" for _ in names))
+def reply(rank: int, *names: str, number: int = 1, in_gradients: int = 0) -> WaitReply:
+    places = tuple(f"script.py, line {rank}" for _ in names)
+    return WaitReply(number, rank, names, places, (in_gradients,) * len(names))
 
 
 # What waits, who is asked, for what each waits, and who waits for ever.
@@ -102,6 +104,41 @@ def test_a_report_of_many_ranks_is_short_and_comes_once() -> None:
         reports += [detector.receive(each, tensors) for each in replies]
     (text,) = filter(None, reports)
     assert "and 60 more ranks" in text and len(text.splitlines()) <= 10
+
+
+@pytest.mark.parametrize(("in_gradients", "told"), [((1, 0), True), ((1, 1), False)])
+def test_ranks_of_which_one_has_no_more_batches_are_told_of_join(
+    in_gradients: tuple[int, int], told: bool
+) -> None:
+    tensors = waiting(a=(1,), b=(0,))
+    detector = DeadlockDetector()
+    assert detector.ask(tensors, 0.0, 1.0) is not None
+    detector.receive(reply(0, "a", in_gradients=in_gradients[0]), tensors)
+    text = detector.receive(reply(1, "b", in_gradients=in_gradients[1]), tensors)
+    assert text is not None and ("docs/howto/uneven_data.md" in text) == told
+
+
+def test_a_flag_that_is_set_is_not_recommended_and_the_end_shows_where_ranks_are() -> None:
+    tensors = waiting(a=(1,), b=(0,), c=(1, 2))
+    inspector, detector = StallInspector(0, 3), DeadlockDetector(3)
+    assert detector.ask(tensors, 0.0, 1.0) is not None
+    replies = [reply(0, "a"), reply(1, "b"), reply(2)]
+    *_, text = [detector.receive(each, tensors) for each in replies]
+    assert text is not None and "ended after 3 s" in text and "ends such a job" not in text
+    report = inspector.inspect(tensors, 3.0, detector.deadlock(tensors))
+    assert report is not None and report.shutdown and report.missing == (0, 1, 2)
+    assert report.text.splitlines() == [
+        "stalled for up to 3 s: 2 ranks wait for each other, and none of them will ever go on. Let "
+        "all ranks make these calls in one order, and none for rank 0 alone.",
+        "  rank 0 waits for 'a', not yet submitted by rank 1:",
+        "    script.py, line 0",
+        "  rank 1 waits for 'b', not yet submitted by rank 0:",
+        "    script.py, line 1",
+        "  Rank 2 has not submitted: c.",
+        "  The limit of 3 s is over: the job ends, or goes on without late ranks if it is elastic.",
+    ]
+    # A deadlock that was left, such as by a loss in an elastic job, is none any more.
+    assert detector.deadlock(waiting(a=(1,), c=(1, 2))) is None
 
 
 def test_nothing_is_certain_once_anything_has_happened() -> None:
