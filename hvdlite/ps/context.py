@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.base.report_failure import report_uncaught
 from hvdlite.common.runtime import basics, lifecycle
 from hvdlite.common.runtime.current import this_process
 from hvdlite.ps.cluster.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
@@ -57,6 +58,7 @@ def init() -> None:
             "HVDLITE_ROLE is not set, so this process is in no cluster: start the job with "
             "hvdlite-run --ps-servers 1, or give scheduler, server or worker"
         )
+    report_uncaught()
     if settings.role == SCHEDULER:
         run_scheduler(settings)
         sys.exit(0)

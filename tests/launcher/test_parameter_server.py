@@ -83,10 +83,13 @@ def test_independent_workers_go_on_without_one_that_fails(tmp_path: Path) -> Non
     assert f"[0]<stdout>:sums {5 * 3.0 + 15 * 1.0} {5 * 2.0 + 15 * 1.0}" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    """No process, no file, as `start` sees to, and no port."""
-    flags = "-np", "2", "--ps-servers", "2"
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(signal.SIGINT, "mpi"), (signal.SIGINT, "independent"), (signal.SIGTERM, "mpi")],
+)
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals, kind: str) -> None:
+    """No process, no file, as `start` sees to, and no port; and Ctrl-C is one line."""
+    flags = "-np", "2", "--ps-servers", "2", "--ps-workers", kind
     words = *flags, *PROGRAM, str(tmp_path), "100000000"
     with start(*words) as process:
         assert process.stdout is not None
@@ -94,6 +97,8 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
         assert sum("is here" in line for line in lines) == 4
         begin = time.monotonic()
         process.send_signal(number)
-        process.communicate(timeout=30)
+        _, err = process.communicate(timeout=30)
         assert process.returncode == 128 + number
         assert time.monotonic() - begin < 25
+        if number == signal.SIGINT:
+            assert err == "hvdlite-run: ended by SIGINT\n"
