@@ -23,6 +23,9 @@ NO_ESTIMATORS = (
 def attribute_error(module: str, name: str) -> AttributeError:
     """Return the error for an attribute that `module` lacks."""
     reason = reason_for(f"{module}.{name}")
+    if "." not in module and not name.startswith("_"):
+        others = ".tf, .keras, .jax, .numpy" if module == "hvdlite" else ".tensorflow, .keras"
+        reason = reason or f"use import {module}.torch as hvd (or {others})"
     text = f"module {module!r} has no attribute {name!r}"
     return AttributeError(f"{text}: {reason}" if reason else text)
 

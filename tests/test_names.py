@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -100,6 +101,30 @@ def test_elastic_training_is_a_module_of_each_adapter(adapter: str, needed: str)
     assert callable(module.elastic.run)
     with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
         _ = module.nonsense
+
+
+@pytest.mark.parametrize("name", ["init", "DistributedOptimizer", "torhc"])
+def test_who_imports_hvdlite_alone_is_told_of_its_modules(name: str) -> None:
+    wanted = rf"no attribute '{name}': use import hvdlite\.torch as hvd \((.*)\)$"
+    with pytest.raises(AttributeError, match=wanted) as raised:
+        getattr(hvdlite, name)
+    others = re.findall(r"(?<= )\.\w+", str(raised.value))
+    assert len(others) == 4
+    for other in others:
+        assert find_spec(f"hvdlite{other}") is not None
+    with pytest.raises(AttributeError, match=r"no attribute '__nonsense__'$"):
+        _ = hvdlite.__nonsense__
+
+
+def test_who_imports_horovod_alone_is_told_of_its_modules() -> None:
+    code = (
+        "import hvdlite.as_horovod; hvdlite.as_horovod.install()\n"
+        "import horovod\n"
+        "try: horovod.init()\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    said = "use import horovod.torch as hvd (or .tensorflow, .keras)\n"
+    assert run(code) == f"module 'horovod' has no attribute 'init': {said}"
 
 
 def test_horovods_modules_of_elastic_training_are_those_of_hvdlite() -> None:
