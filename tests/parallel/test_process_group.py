@@ -110,6 +110,32 @@ def test_under_torchrun() -> None:
     assert result.stdout.count("is done") == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "imported", "method", "said"),
+    [
+        (["--torchrun-env"], "import hvdlite.torch", "", "of [2.0]"),
+        ([], "import hvdlite.torch", "hvdlite://", "of [2.0]"),
+        ([], "import hvdlite.torch", "", "environment variable RANK expected, but not set"),
+        (["--torchrun-env"], "", "", "Unknown backend type hvdlite"),
+        ([], "", "hvdlite://", "No rendezvous handler for hvdlite://"),
+    ],
+)
+def test_under_hvdlite_run_as_docs_sharding_says(
+    flags: list[str], imported: str, method: str, said: str
+) -> None:
+    assert said.startswith("of") or said in (jobs.ROOT / "docs" / "sharding.md").read_text()
+    program = (
+        f"import torch, torch.distributed as dist\n{imported}\n"
+        f"dist.init_process_group('hvdlite', init_method={method or None!r})\n"
+        "t = torch.ones(1); dist.all_reduce(t); print('of', t.tolist())\n"
+        "dist.destroy_process_group()\n"
+    )
+    words = ["-np", "2", *flags, sys.executable, "-W", "ignore", "-c", program]
+    result = jobs.run_command([sys.executable, "-m", "hvdlite.launcher", *words], timeout=60)
+    assert said in result.stdout
+    assert (result.returncode == 0) == said.startswith("of"), result.stdout
+
+
 def test_a_killed_rank(results: Results) -> None:
     """The others know at once, in whatever they wait for."""
     found = re.findall(r"^KILLED (\d) (\w+) ([\d.]+) (.*)$", results.output(), re.MULTILINE)
