@@ -69,6 +69,9 @@ def _run_check(options: argparse.Namespace) -> int:
     print(f"{options.file}: {result.events} events on {result.tracks} tracks, ", end="")
     print(f"{result.collectives} collectives completed")
     _warn_if_cut_off(options.file)
+    if not result.dropped and not result.problems:  # Else spans lack their beginning or end.
+        for line in result.time_shares.lines():
+            print(line)
     if result.dropped:
         print(f"{result.dropped} events were dropped: the writer could not keep up")
     if result.open_spans:

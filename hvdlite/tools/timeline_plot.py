@@ -6,7 +6,6 @@ It needs matplotlib.
 from __future__ import annotations
 
 import colorsys
-import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 
 from hvdlite.common.timeline.chrome_trace import ENGINE_TRACK, NEGOTIATE_PREFIX, SEGMENT_TRACK
 from hvdlite.tools.drawing import load_matplotlib
-from hvdlite.tools.timeline_reader import Event, Head, TimelineFormatError
+from hvdlite.tools.timeline_reader import Event, Head, TimelineFormatError, split_name
 
 # Pictures are compared, so a name has one colour in all of them: the usual ones these.
 COLOURS = {
@@ -35,7 +34,6 @@ COLOURS = {
 NAME_CHARACTERS = 44  # the most of a track's name that its label shows
 
 LABEL_SHARE = 0.035  # the share of the picture's width that a bar needs to get text
-MERGED_NAME = re.compile(r"^rank \d+: ")
 
 Window = tuple[float | None, float | None]  # first and last millisecond; None: no limit
 
@@ -62,7 +60,7 @@ class Track:
     @property
     def tensor(self) -> str:
         """The name without the rank that a merge puts before it."""
-        return MERGED_NAME.sub("", self.name)
+        return split_name(self.name)[1]
 
     @property
     def order(self) -> int:

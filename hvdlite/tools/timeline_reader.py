@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from hvdlite.common.timeline.chrome_trace import HEAD_PID, NEGOTIATE_PREFIX
 
 Event = dict[str, Any]
+MERGED_NAME = re.compile(r"(?:rank (\d+): )?(.*)", re.DOTALL)  # `merge` puts the rank before it.
+KINDS = NEGOTIATION, QUEUE, EXCHANGE = "negotiation", "queue", "exchange"
 TAIL_BYTES = 64  # read at the end of a file in search of the final bracket
 
 
@@ -168,12 +172,84 @@ class Head:
         return self.start_monotonic + self.clock_offset
 
 
+def split_name(name: str) -> tuple[int | None, str]:
+    """Return the rank that a merge has put before the name of a track, and the rest."""
+    match = MERGED_NAME.fullmatch(name)
+    assert match is not None  # It takes any text.
+    return (int(match[1]) if match[1] else None), match[2]
+
+
 def read_head(path: str) -> Head:
     """Return the description of the whole file `path`; raise as `read_events`."""
     head = Head()
     for event in read_events(path):
         head.update(event)
     return head
+
+
+@dataclass
+class _Busy:
+    """For how long any tensor of a rank has been in a kind of phase; times are in microseconds."""
+
+    tensors: int = 0  # That are in it now.
+    since: float = 0.0
+    total: float = 0.0
+
+    def change(self, tensors: int, now: float) -> None:
+        """Take in that so many more tensors are in it."""
+        if self.tensors > 0:
+            self.total += now - self.since
+        self.tensors, self.since = self.tensors + tensors, now
+
+
+class TimeShares:
+    """Where the time of each rank went, and which rank was the last to be ready."""
+
+    def __init__(self) -> None:
+        self._busy: dict[int | None, dict[str, _Busy]] = {}
+        self._ready: dict[int, list[str]] = {}  # Ranks in the negotiation of a track, in order.
+        self._times_last: Counter[str] = Counter()
+        self._first, self._last = float("inf"), 0.0
+
+    def update(self, event: Event, head: Head, stack: Sequence[str]) -> None:
+        """Take in an event, before which the spans `stack` are open on its track."""
+        phase, now, pid = event.get("ph"), event.get("ts", 0), event.get("pid", HEAD_PID)
+        if phase != "M":
+            self._first, self._last = min(self._first, now), max(self._last, now)
+        number, track = split_name(head.names.get(pid, "["))
+        depth = len(stack) - (phase == "E")
+        if track.startswith("[") or phase not in ("B", "E", "X") or depth < 0:
+            return
+        if phase == "X":
+            self._ready.setdefault(pid, []).append(str(event.get("name")))
+            return
+        rank = head.rank if number is None else number
+        busy = self._busy.setdefault(rank, {kind: _Busy() for kind in KINDS})
+        more, outermost = 1 if phase == "B" else -1, stack[0] if stack else str(event.get("name"))
+        if outermost.startswith(NEGOTIATE_PREFIX):
+            ready = [] if phase == "B" else self._ready.pop(pid, [])
+            if len(ready) > 1:
+                self._times_last[ready[-1]] += 1
+            kinds = {NEGOTIATION: more}
+        else:  # From the decision on, what is in no phase waits for its turn.
+            kinds = [{QUEUE: more}, {QUEUE: -more, EXCHANGE: more}][depth] if depth < 2 else {}
+        for kind, tensors in kinds.items():
+            busy[kind].change(tensors, now)
+
+    def lines(self) -> list[str]:
+        """Return one line for each rank, and one on who was last most often."""
+        whole, lines = max(self._last - self._first, 1.0), []
+        for rank, kinds in sorted(self._busy.items(), key=lambda each: each[0] or 0):
+            for each in kinds.values():
+                each.change(0, self._last)
+            shares = (f"{kind} {b.total / 1000:.1f} ms ({b.total / whole:.0%})"
+                      for kind, b in kinds.items())  # fmt: skip
+            who = "all ranks" if rank is None else f"rank {rank}"
+            lines.append(f"{who}, of {whole / 1000:.1f} ms: {', '.join(shares)}")
+        if self._times_last:
+            (rank_name, times), count = self._times_last.most_common(1)[0], self._times_last.total()
+            lines.append(f"last to be ready most often: rank {rank_name}, {times} of {count} times")
+        return lines
 
 
 @dataclass
@@ -186,6 +262,7 @@ class TimelineCheck:
     dropped: int = 0  # events that found the queue full
     open_spans: int = 0  # spans without an end: the process was killed
     problems: list[str] = field(default_factory=list)
+    time_shares: TimeShares = field(default_factory=TimeShares)  # Where the file is whole.
 
 
 def check(events: Iterable[Event]) -> TimelineCheck:
@@ -194,6 +271,7 @@ def check(events: Iterable[Event]) -> TimelineCheck:
     stacks: dict[int, list[str]] = {}
     for number, event in enumerate(events):
         head.update(event)
+        result.time_shares.update(event, head, stacks.get(event.get("pid", HEAD_PID), ()))
         problem = _problem(event, head, stacks)
         if problem:
             result.problems.append(f"event {number}: {problem}: {json.dumps(event)}")

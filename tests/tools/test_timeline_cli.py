@@ -151,6 +151,36 @@ def test_check_says_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "12 events on 2 tracks, 1 collectives completed" in capsys.readouterr().out
 
 
+def test_check_says_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In ms, on rank 3: a is negotiated from 0 to 10, b from 5 to 20; both run from 30 to 100."""
+    at = [
+        (0, "B", 2, "NEGOTIATE_ALLREDUCE"), (1, "X", 2, "0"), (5, "B", 4, "NEGOTIATE_ALLREDUCE"),
+        (6, "X", 4, "3"), (10, "X", 2, "3"), (10, "E", 2, ""), (20, "X", 4, "0"), (20, "E", 4, ""),
+        (30, "B", 2, "ALLREDUCE"), (30, "B", 4, "ALLREDUCE"), (40, "B", 2, "SHM"),
+        (60, "E", 2, ""), (60, "B", 4, "SHM"), (65, "E", 2, ""), (90, "E", 4, ""),
+        (100, "E", 4, ""), (200, "i", 2, "CYCLE_START"),
+        (200, "B", 4, "NEGOTIATE_ALLREDUCE"), (200, "X", 4, "0"), (200, "X", 4, "3"),
+        (200, "E", 4, ""),
+    ]  # fmt: skip
+    names = {1: "[engine]", 2: "a", 4: "b"}
+    events: list[Event] = json.loads(Path(write(tmp_path / "a.json", 3)).read_text())[:1]
+    events += [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+        for pid, name in names.items()
+    ]
+    events += [{"ph": ph, "ts": 1000 * ts, "pid": pid, "name": name} for ts, ph, pid, name in at]
+    events.insert(4, {"ph": "B", "ts": 0, "pid": 1, "name": "EXECUTE"})
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(events))
+    assert main(["check", str(path)]) == 0
+    shares = "negotiation 20.0 ms (10%), queue 45.0 ms (22%), exchange 50.0 ms (25%)"
+    last = "last to be ready most often: rank 3, 2 of 3 times"
+    assert f"rank 3, of 200.0 ms: {shares}\n{last}\n" in capsys.readouterr().out
+    assert main(["merge", str(path), "-o", str(tmp_path / "m.json")]) == 0
+    assert main(["check", str(tmp_path / "m.json")]) == 0
+    assert f"rank 3, of 200.0 ms: {shares}\n{last}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("event", "problem"),
     [
