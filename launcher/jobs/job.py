@@ -239,7 +239,8 @@ class FixedJob(Job):
             return JobOutcome(NOT_STARTED_CODE, sentence)
         failure = heard.failure()
         if failure is not None:
-            return JobOutcome(failure.code, failure_sentence(failure, heard.codes), failure)
+            sentence = failure_sentence(failure, heard.codes, self.options.cluster)
+            return JobOutcome(failure.code, sentence, failure)
         start_failure = self.failure()
         if start_failure is None and missing:
             text = f"{self.name} ended before {name_ranks(missing, self.options)} had started"

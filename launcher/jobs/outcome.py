@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
+from hvdlite.launcher.command_line.job_kinds import ClusterOptions
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions.endings import Failure
 from hvdlite.launcher.hosts.hosts import host_of_rank
@@ -47,7 +48,9 @@ def signal_outcome(number: int) -> JobOutcome:
     return JobOutcome(128 + number, f"ended by {signal.Signals(number).name}", signal=number)
 
 
-def failure_sentence(failure: Failure, codes: Mapping[int, int]) -> str:
+def failure_sentence(
+    failure: Failure, codes: Mapping[int, int], cluster: ClusterOptions | None = None
+) -> str:
     """Return what failed first and, where the cause is a well-known one, the remedy.
 
     `codes` are the exit codes of the ranks that have ended.
@@ -59,6 +62,11 @@ def failure_sentence(failure: Failure, codes: Mapping[int, int]) -> str:
             f"rank {departure[1]} has ended normally while rank {failure.rank} still called "
             "collectives: let all ranks make these calls, and where they have different numbers "
             "of batches, let each call join() after its last one"
+        )
+    if cluster is not None and failure.code > 128 and not failure.by_choice:
+        hints.append(
+            "workers that are ranks end together; with --ps-workers independent the others would "
+            "have gone on, and this one would have been started again"
         )
     lines = [
         f"{failure}; the job has been ended",

@@ -12,6 +12,8 @@ import pytest
 import hvdlite
 from hvdlite.common.collectives.table import disagreement
 from hvdlite.common.plain.messages import Request
+from hvdlite.launcher.command_line.flags import make_parser
+from hvdlite.launcher.command_line.options import resolve
 from hvdlite.launcher.decisions.endings import Failure
 from hvdlite.launcher.hosts.ssh import diagnose
 from hvdlite.launcher.jobs.outcome import failure_sentence
@@ -211,6 +213,14 @@ daemon executable, or the executable was unable to find its
   Remote host:   far
   Daemon exit status: 255
 """
+
+
+@pytest.mark.parametrize(("code", "servers"), [(137, 1), (1, 1), (137, 0)])
+def test_a_killed_worker_of_servers_gets_a_hint(code: int, servers: int) -> None:
+    words = ["-np", "2", *(["--ps-servers", "1"] if servers else []), "true"]
+    options = resolve(make_parser().parse_args(words), {})
+    sentence = failure_sentence(Failure(1, code), {1: code}, options.cluster)
+    assert ("--ps-workers independent" in sentence) == (code == 137 and servers == 1)
 
 
 @pytest.mark.parametrize(
