@@ -264,7 +264,7 @@ class Server:
         if table is None:
             table = self._new_table(TableDescription(message.table, message.body["table"]))
             self.make_load()
-        elif (version := message.body.get("goes_back")) is not None and version < table.version:
+        elif (version := message.body.get("goes_back")) is not None and not table.has(version):
             table = self._gone_back(table, version)
         return table.start(peer, worker, message, self.workers)
 

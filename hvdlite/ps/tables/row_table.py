@@ -74,6 +74,9 @@ class RowTable(Table):
         self.rows.check(_ids_of(message))
         return super().pull(peer, worker, message)
 
+    def has(self, version: int) -> bool:
+        return version >= self.version or (self._before is not None and self._before[0] == version)
+
     def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
         super().replace(values, state)
         self._before = None

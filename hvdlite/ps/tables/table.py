@@ -120,6 +120,13 @@ class Table:
         if self.clocks.mode.name == SYNC:
             self._sent[saved.version] = saved.values
 
+    def has(self, version: int) -> bool:
+        """Return whether a worker can make the steps from this version on, perhaps again.
+
+        What it has pushed of them does not count again.
+        """
+        return version >= self.version or version in self._sent
+
     def adopt(self, saved: Saved) -> None:
         """Begin with what this table was on other servers; no worker has to be heard of before."""
         self._take(saved._replace(values=[array.copy() for array in saved.values]))
