@@ -166,9 +166,15 @@ class Placement:
         before = [
             index for index, each in enumerate(chosen, 1) if self._ranks.get(each.number, own) < own
         ]
-        at = before[-1] if before else 0
-        most = max(2, self._most()) - 1
+        at, most = before[-1] if before else 0, max(2, self._most()) - 1
+        while 0 < at < len(chosen) and self._is_beside(chosen[at], chosen[at - 1]):
+            at += 1
+        at = min(at, most)
         return [*chosen[:at], newest, *chosen[at:most]]
+
+    def _is_beside(self, newcomer: Worker, rank: Worker) -> bool:
+        """Return whether nobody may come between: the ranks of a host have one place in a world."""
+        return newcomer.host == rank.host and newcomer.number not in self._ranks
 
     # -- who is missing
 
