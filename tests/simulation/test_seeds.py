@@ -183,6 +183,25 @@ FOUND: list[tuple[str, Any]] = [
             ),
         ),
     ),
+    # A worker had to make its last step again for one server, for which another one went back to a
+    # snapshot and waited until all workers had started there; the others had no need to.
+    (
+        "ps",
+        PsProgram(
+            1017620,
+            servers=2,
+            workers=2,
+            steps=1,
+            every=1,
+            part_bytes=4096,
+            latency=1e-05,
+            bytes_per_second=1e6,
+            blows=(
+                Blow(0.3403687772371176, "crash", "worker 0", seconds=0.007612994071226454),
+                Blow(0.4341811443669078, "kill", "server 0", seconds=0.1829769967668129),
+            ),
+        ),
+    ),
     # A host that failed at each of its starts was tried for ever: each time it was used again, the
     # time for which slots may be missing began anew.
     ("elastic", make_elastic_program(12485)),
@@ -206,6 +225,23 @@ FOUND: list[tuple[str, Any]] = [
                 ),
             ),
             devices=(("a", 1), ("b", 1), ("c", 2)),
+        ),
+    ),
+    # A rank that had to leave, and had the last commit, came between the ranks of another host, and
+    # changed places with one of them when its own host was shown again.
+    (
+        "elastic",
+        ElasticProgram(
+            3024577,
+            (("a", 1), ("c", 1), ("d", 2)),
+            min_np=3,
+            steps=6,
+            step_seconds=0.001,
+            commit_every=1,
+            happenings=(
+                Happening(2.1040715937200063, "raise", host="d"),
+                Happening(2.1053152393206216, "show", which=3, host="e", hosts=(("a", 2),)),
+            ),
         ),
     ),
     # Nothing came from a host, and then nothing went there, either: it was used again before its

@@ -89,6 +89,8 @@ def make_start(lot: random.Random, size: int) -> Start:
     if lot.random() < 0.6:
         for _ in range(lot.randint(1, 3)):
             kind = lot.choice(STRANGERS if lot.random() < 0.9 else IMPOSTORS)
+            if kind == "double" and any(each.kind == kind for each in visitors):
+                kind = "silent"  # With one of each rank, there would be two jobs that can meet.
             at = 0.0 if kind == "server" else lot.choice((0.0, 0.02, 0.4)) * lot.random()
             visitors.append(Visitor(at, kind, lot.randrange(8), lot.choice((0.01, 1.0, 8.0))))
     hitches: list[Hitch] = []
