@@ -9,6 +9,7 @@ answers do either, and both ends see that within the same time, each by itself.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -62,7 +63,8 @@ class Network:
         self._cuts: set[tuple[int, int]] = set()
         self._mutes: set[tuple[int, int]] = set()  # Source, target: nothing arrives any more.
         self._with_arrays: dict[int, set[int]] = defaultdict(set)
-        self._gone: dict[int, float] = {}  # Rank -> after how long its peers see that.
+        self._gone: dict[int, float] = {}  # Rank -> after how long its peers see that,
+        self._gone_at: dict[int, float] = {}  # and the time by which all can.
         self._trees = [Tree(topology, rank, fan_out) for rank in range(topology.size)]
         self.ends = [SimulatedTransport(world, self, rank) for rank in range(topology.size)]
 
@@ -139,12 +141,21 @@ class Network:
 
     def close(self, rank: int, silence: float = 0.0) -> None:
         """Let the peers of a rank see that its connections are closed, after a `silence`."""
-        self._gone[rank] = silence
+        self._gone[rank], self._gone_at[rank] = silence, self._world.now + silence
         local = set(self.topology.peers(rank))
         for peer in sorted((local | self._trees[rank].neighbours) - {rank}):
             self._lose(rank, peer, MESSAGES, silence)
         for peer in sorted((local | self._with_arrays[rank]) - {rank}):
             self._lose(rank, peer, ARRAYS, silence)
+
+    def check_caller(self, rank: int, peer: int) -> None:
+        """Raise `PeerLostError` if a rank is gone that has not opened its connection for arrays.
+
+        That could not tell `peer` of the end; another connection does.
+        """
+        is_gone = self._gone_at.get(rank, math.inf) <= self._world.now
+        if is_gone and rank not in self._with_arrays[peer] | set(self.topology.peers(peer)):
+            raise connection_lost(rank)
 
     def _lose(self, rank: int, peer: int, kind: str, silence: float) -> None:
         if (rank, peer) in self._mutes:  # Which does not hear of the end.
@@ -249,6 +260,8 @@ class SimulatedTransport(InProcessTransport):
             if not self.process.sleep_until(over, CHECK_SECONDS) or self._news:
                 self._news = False
                 self._negotiate()
+                for rank in ranks:
+                    self._network.check_caller(rank, self.rank)
 
     # -- closing
 
