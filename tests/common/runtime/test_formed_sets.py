@@ -243,7 +243,7 @@ def test_members_that_name_different_ranks_are_named_by_the_stall_report(hosts: 
                 form_process_set(ranks)
 
     try:
-        limits = Config(stall_warning_seconds=0.2, stall_shutdown_seconds=0.5)
+        limits = Config(stall_warning_seconds=0.5, stall_shutdown_seconds=2.0)
         run_ranks(4, main, hosts=hosts, config=limits)
     finally:
         logging.getLogger("hvdlite").removeHandler(log)

@@ -205,7 +205,7 @@ def test_below_min_np_until_capacity_returns_seconds_later(site: Site) -> None:
             time.sleep(0.01)
         time.sleep(later)  # So long is capacity missing.
         changed.append(time.monotonic())
-        hosts.write_text(f"{stays}:2\n")
+        site.show(f"{stays}:2")
 
     thread = threading.Thread(target=return_later)
     thread.start()
