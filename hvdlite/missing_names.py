@@ -26,6 +26,10 @@ def attribute_error(module: str, name: str) -> AttributeError:
     if "." not in module and not name.startswith("_"):
         others = ".tf, .keras, .jax, .numpy" if module == "hvdlite" else ".tensorflow, .keras"
         reason = reason or f"use import {module}.torch as hvd (or {others})"
+        from importlib.util import find_spec
+
+        if module == "hvdlite" and find_spec(f"{module}.{name}"):
+            reason = f"use import {module}.{name}"
     text = f"module {module!r} has no attribute {name!r}"
     return AttributeError(f"{text}: {reason}" if reason else text)
 

@@ -116,6 +116,13 @@ def test_who_imports_hvdlite_alone_is_told_of_its_modules(name: str) -> None:
         _ = hvdlite.__nonsense__
 
 
+def test_who_has_not_imported_a_module_is_told_of_that_one() -> None:
+    code = (
+        "import hvdlite\ntry:\n    hvdlite.spark\nexcept AttributeError as error:\n    print(error)"
+    )
+    assert run(code).endswith("no attribute 'spark': use import hvdlite.spark\n")
+
+
 def test_who_imports_horovod_alone_is_told_of_its_modules() -> None:
     code = (
         "import hvdlite.as_horovod; hvdlite.as_horovod.install()\n"

@@ -136,10 +136,10 @@ def load(directory: str | os.PathLike[str]) -> int:
     There may be another number of servers than in the save. All workers call it, after they have
     made the same optimizers, and as often as each other: the first call is carried out for all, and
     each gets the weights. A push is before the load on all servers, which undoes it, or after it on
-    all: in async and ssp, workers hold their pushes back meanwhile. Where one fails, nothing has
-    changed. A worker that comes when others have made steps with the weights gets those of the
-    servers. `finished_steps` counts on as if nothing had been loaded; add what is returned, which
-    is less where this worker has made steps before.
+    all: workers hold their pushes back meanwhile, in sync only from the moment that all servers
+    have read. Where one cannot read, nothing has changed. A worker that comes when others have made
+    steps with the weights gets those of the servers. `finished_steps` counts on as if nothing had
+    been loaded; add what is returned, which is less where this worker has made steps before.
 
     Raises `FileNotFoundError` where there is no checkpoint, `KeyError` for a table that it lacks,
     `ValueError` for one that is another one here and for a damaged file, and

@@ -95,6 +95,8 @@ class RawCalls:
         `scale` are those of `DistributedOptimizer`: with "1/W", async and ssp divide each push by
         the number of workers that take part. In sync, `op` is Sum or Average of what all push.
         """
+        if isinstance(name, Mapping) != (array is None):
+            raise TypeError("start takes a name and an array, or a mapping of names to arrays")
         worker, options = _worker(), TableOptions.of(mode, staleness, op, scale)
         given = name if isinstance(name, Mapping) else {name: array}
         values = {each: self._array(value) for each, value in given.items()}

@@ -63,10 +63,11 @@ def failure_sentence(
             "collectives: let all ranks make these calls, and where they have different numbers "
             "of batches, let each call join() after its last one"
         )
-    if cluster is not None and failure.code > 128 and not failure.by_choice:
+    ranks = cluster is not None and not cluster.independent
+    if ranks and failure.code > 128 and not failure.by_choice:
         hints.append(
-            "workers that are ranks end together; with --ps-workers independent the others would "
-            "have gone on, and this one would have been started again"
+            "workers that are ranks end together; with --ps-workers independent, others "
+            "would have gone on, and this one would have been started again"
         )
     lines = [
         f"{failure}; the job has been ended",

@@ -215,12 +215,13 @@ daemon executable, or the executable was unable to find its
 """
 
 
-@pytest.mark.parametrize(("code", "servers"), [(137, 1), (1, 1), (137, 0)])
-def test_a_killed_worker_of_servers_gets_a_hint(code: int, servers: int) -> None:
-    words = ["-np", "2", *(["--ps-servers", "1"] if servers else []), "true"]
-    options = resolve(make_parser().parse_args(words), {})
+@pytest.mark.parametrize("code", [137, 1])
+@pytest.mark.parametrize("flags", ["", "--ps-servers 1", "--ps-servers 1 --ps-workers independent"])
+def test_a_killed_worker_of_servers_gets_a_hint(code: int, flags: str) -> None:
+    options = resolve(make_parser().parse_args(["-np", "2", *flags.split(), "true"]), {})
     sentence = failure_sentence(Failure(1, code), {1: code}, options.cluster)
-    assert ("--ps-workers independent" in sentence) == (code == 137 and servers == 1)
+    hinted = code == 137 and flags == "--ps-servers 1"
+    assert ("--ps-workers independent" in sentence) == hinted
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.tables.row_store import RowsSpec
+from hvdlite.ps.tables.saved import SavedTable
 from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import SIZES, SPECS, Cluster, Trainer, in_threads, trainers
@@ -126,6 +128,28 @@ def test_a_server_that_comes_again_reads_what_others_have_loaded(
     cluster.restart_server(1)
     again = Trainer(cluster.worker("worker 0", 0), mode, staleness)
     go_on(again, second)
+
+
+def test_a_server_that_cannot_save_what_it_has_loaded_ends(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a snapshot of before it would come again with the old values, and nobody would know."""
+    cluster = new_cluster(1, 1, updater=Added, every=5)
+    (trainer,) = trainers(cluster, 1)
+    trainer.train(1)
+    checkpoints.save(trainer.worker, cluster.folder / "saved")
+    write = SnapshotFolder.write
+
+    def fail(self: SnapshotFolder, saved: SavedTable, alone: bool = False) -> None:
+        if alone:
+            raise HorovodInternalError("the disk is full")
+        write(self, saved)
+
+    monkeypatch.setattr(SnapshotFolder, "write", fail)
+    with pytest.raises(HorovodInternalError):
+        checkpoints.load(trainer.worker, cluster.folder / "saved")
+    cluster.servers[0].wait()
+    assert "the disk is full" in str(cluster.servers[0].error)
 
 
 def test_nobody_waits_for_a_table_that_nobody_has(

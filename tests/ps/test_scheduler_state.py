@@ -133,6 +133,25 @@ def test_many_tensors_that_are_started_at_once_are_written_together(
         assert ps.pull(str(number)).tolist() == [number + 1.0] * 5
     with pytest.raises(ValueError, match="datetime64"):
         ps.start({"dates": np.zeros(3, "datetime64[s]")})
+    for words in (["nothing"], [{"one": np.ones(3)}, "sync"]):
+        with pytest.raises(TypeError, match="a name and an array, or a mapping"):
+            ps.start(*words)
+
+
+def test_no_turn_that_lacks_something_ends_the_scheduler(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "scheduler.json")
+    scheduler = scheduler_at(desk, tmp_path / "scheduler.json", 1)
+    (worker,) = desk.enter(scheduler, 1)
+    beat = {"tables": {}, "layout": 1, "load": "the last one"}
+    asked = [Message("turn", 2, body={"what": "load"}), Message("beat", 3, body=beat)]
+    asked.append(Message("turn", 4, body={"what": "save", "number": 1, "late": False}))
+    desk.asked += [(worker, message) for message in asked]
+    desk.run(scheduler)
+    over = {"turn": scheduler.turns.turn, "load": {}}
+    desk.asked += [(worker, Message("over", 5, body=over)), (worker, declaration("t", 6))]
+    desk.run(scheduler)
+    said = {message.request: message.kind for _, message in desk.said}
+    assert said == {**said, 2: "failed", 3: "failed", 4: "turn", 5: "failed", 6: "layout"}
 
 
 def test_a_scheduler_that_is_killed_knows_the_tables_of_which_it_has_told(

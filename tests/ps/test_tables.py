@@ -253,9 +253,9 @@ def test_a_server_that_returns_takes_the_newest_values(
     ] == told
 
 
-@pytest.mark.parametrize("momentum", [True, False])
+@pytest.mark.parametrize(("momentum", "loads"), [(True, False), (False, False), (True, True)])
 def test_a_state_that_nobody_has_kept_begins_anew_and_that_is_said(
-    momentum: bool, caplog: pytest.LogCaptureFixture
+    momentum: bool, loads: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     table, workers = new_table(Mode(SYNC)), job(2)
     for worker in workers.values():
@@ -269,10 +269,16 @@ def test_a_state_that_nobody_has_kept_begins_anew_and_that_is_said(
     for worker in workers.values():
         deliver(table, workers, worker.start(table))
     assert (table.version, caplog.text) == (3, "")
+    if loads:  # With a state of its own.
+        saved = table.copy()
+        table.take_loaded(saved.values, saved.state, 7, 3, {0: 3, 1: 3}, workers=[0, 1])
+        for worker in workers.values():
+            deliver(table, workers, worker.start(table))
     for _ in range(2):
         run_step(table, workers, random.Random(0))
     text = "from version 3 with the values of worker 0, .* such as momenta, has begun anew"
-    assert len(re.findall(text, caplog.text)) == momentum
+    said = int(momentum and not loads)
+    assert (len(re.findall(text, caplog.text)), caplog.text.count("momenta")) == (said, said)
 
 
 def test_workers_that_are_ahead_of_all_values_are_told_to_go_back() -> None:

@@ -54,7 +54,8 @@ class CheckpointOrder:
     def state(self) -> list[Any]:
         """Return what a scheduler that comes again has to know, as JSON can hold it."""
         turn = [self.turn, self._holder.hex(), self.decided] if self.load and self._holder else []
-        return [self.loads, self.steps, self.loaded, *(turn if self._begun else ())]
+        counts = self._begun or self.decided is not None
+        return [self.loads, self.steps, self.loaded, *(turn if counts else ())]
 
     @property
     def load(self) -> int:

@@ -178,11 +178,16 @@ class Scheduler:
     # -- checkpoints
 
     def _turn(self, peer: bytes, message: Message) -> list[Answer]:
-        self.turns.ask(peer, message.request, message.body)
+        body = message.body  # What it lacks must be missed here, and not when it is its turn.
+        asked = {"what": body["what"], "number": int(body["number"]), "late": bool(body["late"])}
+        self.turns.ask(peer, message.request, asked)
         return []  # See `_go_on_with_turns`.
 
     def _over(self, peer: bytes, message: Message) -> list[Answer]:
-        is_over = self.turns.end(message.body["turn"], message.body["load"])
+        load = message.body["load"]
+        if load is not None:
+            load = {**load, "steps": dict(load["steps"]), "clocks": dict(load["clocks"])}
+        is_over = self.turns.end(message.body["turn"], load)
         self._keep()
         return [_answer(peer, message, "done", over=is_over)]
 
@@ -234,7 +239,7 @@ class Scheduler:
         if not self.membership.beat(peer, outside.now()):
             return [_answer(peer, message, "restarted")]
         tables = message.body["tables"]
-        layout, load = message.body["layout"], message.body.get("load", 0)
+        layout, load = message.body["layout"], int(message.body.get("load", 0))
         self.changes.standings[peer] = Standing(layout, tables.keys(), load)
         if [name for name, version in tables.items() if self.registry.reach(name, version)]:
             self._keep()  # Their first values must not come again.

@@ -2,9 +2,10 @@
 
 A worker leads, in phases, each of which all servers have done before the next one begins. What they
 have read counts when the scheduler has taken note of it (see `CheckpointOrder`): then each server
-makes the load by itself, should the worker be lost. Its attempts have rising numbers. A request of
-an older attempt was sent again too late, or by a worker whose turn a scheduler has forgotten that
-was lost: it is `overtaken`. One of a phase that is done already is answered, and not done again.
+makes the load by itself, should the worker be lost. A worker's attempts have rising numbers. A
+request of an older attempt was sent again too late, or by a worker whose turn a scheduler has
+forgotten that was lost: it is `overtaken`. One of a phase that is done already is answered, and not
+done again.
 
 A checkpoint is a folder with a file of each table from each server (see `saved_files`), and
 layout.json, which has their number and the finished steps: `tables` -> `steps`, `whole`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import REPLACES, Answer, Message, role_of, two_processes
@@ -202,10 +202,15 @@ class Server:
         """Let a table have what was loaded, on disk, too, where it has snapshots."""
         table = self.tables[name]
         answers = table.take_loaded(values, state, turn, version, clocks, self.workers)
+        if self._snapshots is not None:
+            # Before anybody hears of it. Workers have no newer version, and nobody is to go back to
+            # one of before, as a server would that cannot write this one, and is lost later.
+            try:
+                self._snapshots.write(self.saved(name), alone=True)
+            except HorovodInternalError as error:
+                raise TableLostError(str(error)) from error
+            self._saved[name] = table.version
         self.loaded[name] = turn
-        if self._snapshots is not None:  # Before anybody hears of it. They have no newer version,
-            self._saved[name] = table.version  # and nobody is to go back to one of before.
-            self._snapshots.write(self.saved(name), alone=True)
         for answer in answers:
             self.listener.send(*answer)
 

@@ -27,7 +27,10 @@ JOB_FILE = "job"  # In the folder of a server: the identity of the job.
 
 
 class SnapshotFolder:
-    """The snapshots of one server, below `directory`; the newest `KEPT` of each table are kept."""
+    """The snapshots of one server, below `directory`: the newest `KEPT` of each table.
+
+    After a load, that of the load alone, until there is a newer one.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], server: int) -> None:
         self._server = server

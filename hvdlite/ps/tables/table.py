@@ -75,8 +75,8 @@ class Table:
         self._pieces = Assemblies(self.blocks)
         self._totals: dict[int, Array] = {}
         self._numbers: list[Mapping[str, Any]] = []
-        # Version -> a copy of its values, of the two newest ones that were pulled. A worker that
-        # returns may have to do a step again that other servers have not finished.
+        # Version -> a copy of its values, of the two newest ones. A worker that returns may have to
+        # do a step again that other servers have not finished.
         self._sent: dict[int, list[Array]] = {}
         self._goes_back = False  # To a snapshot, though workers have newer values.
         self._state_of: int | None = None  # The version of an older state that newer values got.
@@ -137,6 +137,7 @@ class Table:
         self.updater.begin(values)
         self.updater.load(state)
         self._sent.clear()
+        self._state_of = None
 
     def take_loaded(
         self, values: Sequence[Array], state: Mapping[str, Array], turn: int, version: int,
@@ -149,7 +150,8 @@ class Table:
         counts on all servers, and that of a worker that was lost on none of them.
         """
         self.replace(values, state)
-        self.clocks.stand(version, clocks, () if self.begun else workers)
+        newcomers = () if self.begun else set(workers).difference(self.others())
+        self.clocks.stand(version, clocks, newcomers)
         self.load, self._of, self.begun = turn, None, True
         self._started.clear()
         self._gradients.clear()
