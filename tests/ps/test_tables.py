@@ -319,6 +319,27 @@ def test_a_worker_that_returns_goes_on_at_its_step(pushed: bool) -> None:
     assert_same(new.values, train_in_one(new.step, range(2)))
 
 
+def test_a_table_that_has_just_come_serves_its_first_step_again() -> None:
+    """Nobody has pulled its version here; another server lacks the push of a lost worker."""
+    before, workers = new_table(Mode(SYNC)), job(2)
+    for worker in workers.values():
+        deliver(before, workers, worker.start(before))
+    for _ in range(2):
+        run_step(before, workers, random.Random(0))
+    table = new_table(Mode(SYNC))
+    table.adopt(before.copy())
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+        deliver(table, workers, worker.push(table))
+    assert table.version == 3
+    workers[b"w1"] = again = Worker(1, range(2))
+    deliver(table, workers, again.start(table, returns=True))
+    deliver(table, workers, again.pull(table, 2))
+    assert_same(again.values, train_in_one(2, range(2)))
+    deliver(table, workers, again.pull(table, 3))
+    assert_same(again.values, train_in_one(3, range(2)))
+
+
 def test_workers_that_leave_do_not_hold_the_others_up() -> None:
     table, workers = new_table(Mode(SYNC)), job(3)
     for worker in workers.values():
