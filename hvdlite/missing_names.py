@@ -23,15 +23,21 @@ NO_ESTIMATORS = (
 def attribute_error(module: str, name: str) -> AttributeError:
     """Return the error for an attribute that `module` lacks."""
     reason = reason_for(f"{module}.{name}")
-    if "." not in module and not name.startswith("_"):
-        others = ".tf, .keras, .jax, .numpy" if module == "hvdlite" else ".tensorflow, .keras"
-        reason = reason or f"use import {module}.torch as hvd (or {others})"
-        from importlib.util import find_spec
-
-        if module == "hvdlite" and find_spec(f"{module}.{name}"):
-            reason = f"use import {module}.{name}"
+    if not reason and "." not in module and not name.startswith("_"):
+        reason = _import_for(module, name)
     text = f"module {module!r} has no attribute {name!r}"
     return AttributeError(f"{text}: {reason}" if reason else text)
+
+
+def _import_for(module: str, name: str) -> str:
+    """Return what to import for a name of the package `module`, of which nothing else is."""
+    from importlib.util import find_spec  # Which is slow to import.
+
+    if module != "hvdlite":
+        return f"use import {module}.torch as hvd (or .tensorflow, .keras)"
+    if find_spec(f"{module}.{name}"):
+        return f"use import {module}.{name}"
+    return f"use import {module}.torch as hvd (or .tf, .keras, .jax, .numpy)"
 
 
 def with_remedy(error: ModuleNotFoundError, package: str, remedy: str) -> ModuleNotFoundError:

@@ -98,12 +98,13 @@ class RawCalls:
         if isinstance(name, Mapping) != (array is None):
             raise TypeError("start takes a name and an array, or a mapping of names to arrays")
         worker, options = _worker(), TableOptions.of(mode, staleness, op, scale)
-        given = name if isinstance(name, Mapping) else {name: array}
-        values = {each: self._array(value) for each, value in given.items()}
-        if isinstance(name, Mapping):
-            specs = {PREFIX + each: [_spec_of(each, value)] for each, value in values.items()}
-            new = {each: specs[each] for each in specs.keys() - worker.named.keys()}
-            worker.announce(dict(sorted(new.items())), options)
+        if not isinstance(name, Mapping):
+            _start(worker, name, self._array(array), options)
+            return
+        values = {each: self._array(value) for each, value in name.items()}
+        specs = {PREFIX + each: [_spec_of(each, value)] for each, value in values.items()}
+        new = sorted(specs.keys() - worker.named.keys())
+        worker.announce({each: specs[each] for each in new}, options)
         for each, value in values.items():
             _start(worker, each, value, options)
 

@@ -81,10 +81,10 @@ class StallWatch:
         oldest = self._coordinator.oldest
         if oldest is None:  # All have failed.
             return
-        query = self._deadlocks.ask(self._coordinator.waiting(), oldest, now)
+        waiting = list(self._coordinator.waiting())
+        query = self._deadlocks.ask(waiting, oldest, now)
         if query is not None:
             self.on_wait_query(query)
-        waiting = list(self._coordinator.waiting())
         report = self._stalls.inspect(waiting, now, self._deadlocks.deadlock(waiting))
         if report is None:
             return

@@ -62,6 +62,11 @@ class CheckpointOrder:
         """The turn of a load: all hold their pushes back. 0: nobody loads."""
         return self.turn if self._loads and self._holder is not None else 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody saves or loads, or waits for that."""
+        return self._holder is None and not self._waiting
+
     def ask(self, peer: bytes, request: int, body: Mapping[str, Any]) -> None:
         """Take note that a process waits for its turn, or has not heard that it is."""
         if (self._holder, self._request) == (peer, request):

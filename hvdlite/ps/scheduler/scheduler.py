@@ -192,6 +192,8 @@ class Scheduler:
         return [_answer(peer, message, "done", over=is_over)]
 
     def _go_on_with_turns(self) -> list[Answer]:
+        if self.turns.is_idle:  # As for most messages, of which each would ask for all members.
+            return []
         roll, turns, standings = self.membership.roll(), self.turns, self.changes.standings
         peers = [peer for peer, _ in roll.values()]
         servers = [roll.get((SERVER, n), (b"", 0)) for n in range(self.registry.layout.num_servers)]

@@ -62,7 +62,7 @@ class ServerCheckpoints:
         }  # fmt: skip
         server.set_handler("save", self._answer)
         server.set_handler("load", self._answer)
-        server.make_load = lambda: self.look({"decided": self._decided})
+        server.make_load = self._make_decided
 
     def _answer(self, peer: bytes, message: Message) -> list[Answer]:
         body = message.body
@@ -202,6 +202,9 @@ class ServerCheckpoints:
     def look(self, news: Mapping[str, Any]) -> None:
         """Make the load that counts, as the scheduler's latest news say."""
         self._decided = news.get("decided")
+        self._make_decided()
+
+    def _make_decided(self) -> None:
         if self._decided is not None:
             self._make(self._decided)
 

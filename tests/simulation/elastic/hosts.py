@@ -91,8 +91,6 @@ class Removal:
         job, host = self._job, self._host
         if not job.network.reaches(host):
             self.code = BROKEN
-            for agent in job.agents:
-                agent.is_unreached |= agent.agent.folder.path == self._path
             return
         for kill in self._kills:
             group = int(kill.split()[3].removeprefix("-"))
@@ -115,7 +113,6 @@ class AgentProcess:
         self.leader, self.way = leader, leader.way
         self.job, self.host = self.way.job, self.way.host
         self.lives = True
-        self.is_unreached = False  # By who removes what it leaves.
         self.workers: dict[int, Worker] = {}
         self.signals: list[int] = []  # To the agent.
         self.events: list[tuple[str, int, str]] = []
@@ -193,7 +190,6 @@ class AgentProcess:
 
     def be_killed(self) -> None:
         """End without a word to anybody; its workers are killed with it by the kernel."""
-        self.is_unreached = self.is_given_up or not self.job.network.reaches(self.host)
         self.lives = False
         self.close()
         for worker in self.workers.values():
@@ -205,7 +201,6 @@ class AgentProcess:
     def lose_host(self) -> None:
         """End with the host, of which nobody hears."""
         self.lives, self.way.lost_at = False, self.job.world.now
-        self.is_unreached = True
         self.close()
         for worker in self.workers.values():
             if worker.lives:

@@ -9,7 +9,6 @@ answers do either, and both ends see that within the same time, each by itself.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -63,8 +62,8 @@ class Network:
         self._cuts: set[tuple[int, int]] = set()
         self._mutes: set[tuple[int, int]] = set()  # Source, target: nothing arrives any more.
         self._with_arrays: dict[int, set[int]] = defaultdict(set)
-        self._gone: dict[int, float] = {}  # Rank -> after how long its peers see that,
-        self._gone_at: dict[int, float] = {}  # and the time by which all can.
+        # Rank -> after how long its peers see that, and the time by which all can.
+        self._gone: dict[int, tuple[float, float]] = {}
         self._trees = [Tree(topology, rank, fan_out) for rank in range(topology.size)]
         self.ends = [SimulatedTransport(world, self, rank) for rank in range(topology.size)]
 
@@ -76,11 +75,11 @@ class Network:
             self._with_arrays[source].add(target)
             self._with_arrays[target].add(source)
             if target in self._gone:  # Nobody answers.
-                self._lose(target, source, ARRAYS, self._gone[target])
+                self._lose(target, source, ARRAYS, self._gone[target][0])
             if self._mutes & {(source, target), (target, source)}:
                 self._lose_in_time(source, target)
                 self._lose_in_time(target, source)
-        if (source, target) in self._mutes | self._cuts:
+        if (source, target) in self._mutes or (source, target) in self._cuts:
             return
         hosts, left = self.topology.host_of, self._world.now
         if hosts[source] != hosts[target]:
@@ -141,7 +140,7 @@ class Network:
 
     def close(self, rank: int, silence: float = 0.0) -> None:
         """Let the peers of a rank see that its connections are closed, after a `silence`."""
-        self._gone[rank], self._gone_at[rank] = silence, self._world.now + silence
+        self._gone[rank] = silence, self._world.now + silence
         local = set(self.topology.peers(rank))
         for peer in sorted((local | self._trees[rank].neighbours) - {rank}):
             self._lose(rank, peer, MESSAGES, silence)
@@ -153,9 +152,10 @@ class Network:
 
         That could not tell `peer` of the end; another connection does.
         """
-        is_gone = self._gone_at.get(rank, math.inf) <= self._world.now
-        if is_gone and rank not in self._with_arrays[peer] | set(self.topology.peers(peer)):
-            raise connection_lost(rank)
+        if rank in self._gone and self._gone[rank][1] <= self._world.now:
+            tells = self._with_arrays[peer].union(self.topology.peers(peer))
+            if rank not in tells:
+                raise connection_lost(rank)
 
     def _lose(self, rank: int, peer: int, kind: str, silence: float) -> None:
         if (rank, peer) in self._mutes:  # Which does not hear of the end.
