@@ -102,6 +102,9 @@ class ServerLink:
 
     def ask(self, message: Message, done: Done) -> None:
         """Send a request until it is answered, also to a server that comes again."""
+        if self._error is not None:
+            done(self._error)
+            return
         self._requests[self.send(message)] = message, done
 
     def leave(self, done: Callable[[Message], None]) -> None:
