@@ -40,7 +40,7 @@ class _Process:
     number: int  # Of its last start, as the agent knows it.
     restarts: int = 0
     running: bool = False
-    raised: str = ""
+    raised: str = ""  # The exception that ends it, in one line.
 
 
 class ClusterProcesses:
@@ -84,7 +84,7 @@ class ClusterProcesses:
             fields = describe.for_rank(process.agent.host, process.key)
         else:
             fields = describe.for_server(process.key, process.server)
-        process.running = True
+        process.running, process.raised = True, ""
         process.agent.send("start", process.number, fields)
 
     # -- what agents tell
@@ -95,7 +95,7 @@ class ClusterProcesses:
         if kind == "output":
             self._job.output.feed(process.key, *words)
         elif kind == "raised":
-            process.raised = words[0]
+            process.raised = words[0].partition(" ")[2]  # Before it: whose fault it is.
         elif kind == "started":
             process.running = True
             if process.server is None:
@@ -152,7 +152,7 @@ class ClusterProcesses:
         if code < 0:
             name = signal_name(-code)
             return f"was killed by {name}, and no restart is left (--ps-restarts)"
-        cause = self._job.output.causes().get(process.key)
+        cause = self._job.output.causes().get(process.key) or process.raised
         return f"failed: {cause} (exit code {code})" if cause else f"failed with exit code {code}"
 
     # -- the end

@@ -54,16 +54,22 @@ def test_a_server_that_is_lost_for_good_ends_the_job(tmp_path: Path) -> None:
     assert "HorovodInternalError: server 1 was killed by SIGKILL, and no" in done.stderr
 
 
-def test_a_server_that_fails_ends_the_job_with_its_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("raise ValueError('no such data')", "ValueError: no such data"),
+        ("hvd.rank()", "ValueError: hvdlite has not been initialized"),
+    ],
+)
+def test_a_server_that_fails_ends_the_job_with_its_reason(statement: str, reason: str) -> None:
     code = (
-        "import os, sys\nfrom hvdlite.ps import context\n"
-        "if os.environ['HVDLITE_ROLE'] == 'server': raise ValueError('no such data')\n"
-        "context.init()"
+        "import os, sys\nimport hvdlite.numpy as hvd\nfrom hvdlite.ps import context\n"
+        "context.init()\n"
+        f"if os.environ['HVDLITE_ROLE'] == 'server': {statement}"
     )
     done = launch("-np", "2", "--ps-servers", "1", sys.executable, "-c", code)
     assert done.returncode == 1
-    wanted = "the scheduler says: server 0 failed: ValueError: no such data (exit code 1)"
-    assert wanted in done.stderr
+    assert f"the scheduler says: server 0 failed: {reason}" in done.stderr
 
 
 def test_an_independent_worker_that_is_killed_returns(tmp_path: Path) -> None:
