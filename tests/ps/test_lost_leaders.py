@@ -16,6 +16,7 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.scheduler import changes
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
@@ -23,7 +24,7 @@ from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.tables.saved import SavedTable
 from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.worker import Worker
-from tests.ps.cluster import SIZES, SPECS, Cluster, Trainer, in_threads, trainers
+from tests.ps.cluster import SIZES, SPECS, Cluster, Trainer, in_threads, trainers, wait_until
 from tests.ps.test_layout_changes import add_ones, added_up
 from tests.ps.test_losses_after_loads import saved_twos
 from tests.ps.test_scaling import Added
@@ -171,6 +172,27 @@ def test_nobody_waits_for_a_table_that_nobody_has(
     cluster.restart_server(1)
     add_ones(second, lambda: second.table.clock == 5)
     assert added_up(second) == {4.0}
+
+
+def test_a_load_says_for_whom_it_waits(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who comes again does not declare a table, which no server begins again without it."""
+    monkeypatch.setattr(changes, "WARNING_SECONDS", 0.05)
+    cluster = new_cluster(2, 1, updater=Added)
+    (trainer,) = trainers(cluster, 1, ASYNC)
+    values = [np.zeros(size) for size in SIZES]
+    trainer.worker.declare("own", SPECS, TableOptions(ASYNC), lambda: values)
+    add_ones(trainer, lambda: trainer.table.clock == 1)
+    checkpoints.save(trainer.worker, cluster.folder / "saved")
+    stop_before_load(cluster, monkeypatch, trainer.worker)
+    kill_leader(cluster, monkeypatch, trainer.worker, 1)
+    cluster.restart_server(1)
+    again = Trainer(cluster.worker("worker 0", 0), ASYNC)
+    wanted = "all workers wait for it: server 1 has not begun the table 'own'"
+    wait_until(lambda: wanted in caplog.text)
+    again.worker.declare("own", SPECS, TableOptions(ASYNC), lambda: values)
+    add_ones(again, lambda: again.table.clock == 3)
 
 
 def test_what_cannot_be_read_again_is_said_in_all_workers(

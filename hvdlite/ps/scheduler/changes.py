@@ -49,6 +49,22 @@ class Standing(NamedTuple):
     load: int = 0  # The last one that it has made, as a server.
 
 
+class Obstacle:
+    """What a change or a load waits for."""
+
+    def __init__(self) -> None:
+        self._what, self._warns_at = "", 0.0
+
+    def is_to_be_said(self, what: str, now: float) -> bool:
+        """Return whether the same has been in the way for long; empty: nothing is."""
+        if what != self._what:
+            self._what, self._warns_at = what, now + WARNING_SECONDS
+        if not what or now < self._warns_at:
+            return False
+        self._warns_at = now + WARNING_SECONDS
+        return True
+
+
 @dataclass
 class Change:
     """One attempt to get to the next layout. Its `identity` is that of no other attempt."""
@@ -134,7 +150,7 @@ class Changes:
         self.wanted = registry.layout.num_servers
         self.current: Change | None = None
         self.standings: dict[bytes, Standing] = {}  # By peers.
-        self._obstacle, self._warns_at = "", 0.0  # To the change that is wanted.
+        self._obstacle = Obstacle()  # To the change that is wanted.
         self._seconds = CHANGE_SECONDS
         self._begins = self._ends = 0.0  # At the earliest, and at the latest.
 
@@ -177,15 +193,20 @@ class Changes:
             change = self.current = None  # What a server had taken may be lost with it.
         if change is not None and now >= self._ends and not change.is_ready():
             return self._pause(change, now)
-        if change is None and obstacle:
-            self._warn_of(obstacle, now)
-        elif change is None:
+        if self._obstacle.is_to_be_said(obstacle, now):
+            log.warning(
+                "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. A "
+                "worker that has come again declares all tables in which it took part (make the "
+                "same optimizers, and start the same tensors), or leaves (ps.leave)",
+                wanted, layout.num_servers, obstacle, WARNING_SECONDS,
+            )  # fmt: skip
+        if change is None and not obstacle:
             self._begin(now)
-        elif change.look(self._membership.workers()):
+        elif change is not None and change.look(self._membership.workers()):
             self._end(change)
 
     def _begin(self, now: float) -> None:
-        self._obstacle, self._ends = "", now + self._seconds
+        self._ends = now + self._seconds
         number, layout = self._new_number(), self._registry.layout
         following, roll = rebalance(layout, self.wanted), self._membership.roll()
         self.current = Change(number, following, layout, self._registry.modes(), roll)
@@ -216,19 +237,6 @@ class Changes:
         )  # fmt: skip
         self.current, self._begins = None, now + PAUSE_SECONDS
         self._seconds *= 2
-
-    def _warn_of(self, obstacle: str, now: float) -> None:
-        """Say what a change waits for, where it has waited for long."""
-        if obstacle != self._obstacle:
-            self._obstacle, self._warns_at = obstacle, now + WARNING_SECONDS
-        elif now >= self._warns_at:
-            self._warns_at = now + WARNING_SECONDS
-            log.warning(
-                "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. A "
-                "worker that has come again declares all tables in which it took part (make the "
-                "same optimizers, and start the same tensors), or leaves (ps.leave)",
-                self.wanted, self._registry.layout.num_servers, obstacle, WARNING_SECONDS,
-            )  # fmt: skip
 
     def _find_obstacle(self, servers: int, now: float) -> str:
         """Return why so many servers cannot come or go now; empty: they can."""

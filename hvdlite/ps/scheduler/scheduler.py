@@ -5,18 +5,19 @@ What it has to know again after an end lies in a file. While it is away, pushes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.logs import log
 from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Member, Membership
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import specs_of_words
 from hvdlite.ps.scheduler.barrier import Barrier
-from hvdlite.ps.scheduler.changes import Changes, Standing
+from hvdlite.ps.scheduler.changes import Changes, Obstacle, Standing
 from hvdlite.ps.scheduler.checkpoint_order import CheckpointOrder
 from hvdlite.ps.scheduler.registry import Registry, TableOptions
 from hvdlite.ps.scheduler.state_file import StateFile
@@ -51,6 +52,7 @@ class Scheduler:
         }  # fmt: skip
         self.changes = Changes(self.membership, self.registry, self._new_number, self._keep)
         self.turns = CheckpointOrder()
+        self._obstacle = Obstacle()  # To the end of a load that counts.
         # By which servers know whose snapshots they find.
         self._job = outside.random_bytes(8).hex()
         self._number = 0  # The last one of a turn or a change; see `_next_number`.
@@ -197,12 +199,31 @@ class Scheduler:
         roll, turns, standings = self.membership.roll(), self.turns, self.changes.standings
         peers = [peer for peer, _ in roll.values()]
         servers = [roll.get((SERVER, n), (b"", 0)) for n in range(self.registry.layout.num_servers)]
-        is_over = turns.look([standings.get(peer, Standing()).load for peer, _ in servers])
+        stands = [standings.get(peer, Standing()) for peer, _ in servers]
+        is_over = turns.look([each.load for each in stands])
+        self._warn_of_load(stands)
         answers = turns.go_on(peers, self.membership.workers(), self._next_number())
         if answers or is_over or turns.turn > self._number:
             self._number = max(self._number, turns.turn)
             self._keep()
         return answers
+
+    def _warn_of_load(self, stands: Sequence[Standing]) -> None:
+        """Say for which server a load that counts has waited for long."""
+        what, needed = "", self.registry.tables_of(*self.membership.workers())
+        for server, standing in enumerate(stands if self.turns.decided is not None else ()):
+            if standing.load < self.turns.turn:
+                missing = sorted(needed.difference(standing.tables))
+                what = f"server {server} has not " + (
+                    f"begun the table '{missing[0]}'" if missing else "made it"
+                )
+        if self._obstacle.is_to_be_said(what, outside.now()):
+            log.warning(
+                "a load is not over, and all workers wait for it: %s. A worker that has come again "
+                "declares all tables in which it took part before it saves or loads (make the "
+                "same optimizers, and start the same tensors), or leaves (ps.leave)",
+                what,
+            )
 
     def _next_number(self) -> int:
         """Return a number for a turn or a change, higher than those of all that came before it.
