@@ -139,7 +139,7 @@ class PsJob(Training):
         for blow in self.program.blows:
             is_its = blow.node == name and blow.of in ("", kind)
             if is_its and blow.sends == self._sent[name, blow.of]:
-                struck = replace(blow, node=blow.other) if blow.of and blow.other else blow
+                struck = replace(blow, node=blow.target)
                 self.world.after(blow.at, partial(self._strike, struck))
 
     def _strike(self, blow: Blow) -> None:

@@ -29,6 +29,10 @@ class Blow:
     sends: int = 0  # It happens when the node has sent so many messages, and not at a time,
     of: str = ""  # of this kind, if one is given: then `at` seconds later, and to the `other` one.
 
+    @property
+    def target(self) -> str:
+        return self.other if self.of and self.other else self.node
+
 
 @dataclass(frozen=True)
 class PsProgram:
@@ -64,7 +68,7 @@ class PsProgram:
     def loses(self) -> bool:
         """Whether a server may lose what nobody has."""
         kills = [each for each in self.blows if each.kind in ("kill", "crash")]
-        return self.every != 1 and any(each.node.startswith(SERVER) for each in kills)
+        return self.every != 1 and any(each.target.startswith(SERVER) for each in kills)
 
     @property
     def options(self) -> TableOptions:
