@@ -98,8 +98,8 @@ class End:
 
         def arrive() -> None:
             other = between.ends.get(_other(self.way))
-            if other is not None and other.open:
-                between.happen(other, lambda: action(other))
+            if other is not None and other.open:  # Which it may close while its process is stopped.
+                between.happen(other, lambda: action(other) if other.open else None)
 
         between.job.network.carry(between, between.host, self.way, arrive, count)
 
