@@ -89,7 +89,8 @@ def test_a_checkpoint_of_four_ranks_without_a_process_group(results: Results) ->
         f"checkpoint.load(state, checkpoint_id={str(results.folder / 'dcp')!r}, no_dist=True)\n"
         "assert all(torch.equal(state[name], t) for name, t in tensors().items())\n"
     )
-    result = jobs.run_command([sys.executable, "-W", "ignore", "-c", program], timeout=60)
+    command = [sys.executable, "-c", program]
+    result = jobs.run_command(command, timeout=60, imported=("torch.distributed",))
     assert result.returncode == 0, result.stdout
 
 
@@ -130,8 +131,9 @@ def test_under_hvdlite_run_as_docs_sharding_says(
         "t = torch.ones(1); dist.all_reduce(t); print('of', t.tolist())\n"
         "dist.destroy_process_group()\n"
     )
-    words = ["-np", "2", *flags, sys.executable, "-W", "ignore", "-c", program]
-    result = jobs.run_command([sys.executable, "-m", "hvdlite.launcher", *words], timeout=60)
+    words = ["-np", "2", *flags, sys.executable, "-c", program]
+    command = [sys.executable, "-m", "hvdlite.launcher", *words]
+    result = jobs.run_command(command, timeout=60, imported=("torch.distributed",))
     assert said in result.stdout
     assert (result.returncode == 0) == said.startswith("of"), result.stdout
 

@@ -139,10 +139,11 @@ def test_a_rank_with_a_slow_data_loader_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TRAINING, str(end)]
     with start("-np", "2", "--metrics-port", "0", *command, may_leave="torch*") as process:
         assert process.stderr is not None
-        line = next(line for line in process.stderr if "makes the others wait" in line)
+        # Where others use the machine, a collection of garbage may be the first cause.
+        said = r"hvdlite-run: rank 1 \(host .*makes the others wait .*its data takes \d+ ms, theirs"
+        assert any(re.match(said, line) for line in process.stderr)
         end.touch()
         process.communicate(timeout=60)
-    assert re.match(r"hvdlite-run: rank 1 \(host .*its data takes \d+ ms, theirs \d+", line), line
 
 
 def test_flags_that_contradict() -> None:
