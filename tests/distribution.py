@@ -13,6 +13,7 @@ mixed, so that a core has work while jobs wait.
 
 from __future__ import annotations
 
+import compileall
 import fcntl
 import itertools
 import os
@@ -142,7 +143,28 @@ def forked_workers(config: pytest.Config) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forks(*modules, **QUIETLY))
+        compile_all(config)  # While the frameworks are imported.
         yield
+
+
+def compile_all(config: pytest.Config) -> None:
+    """Leave compiled files of the package and the tests, which each worker would compile itself.
+
+    They come to the same file at the same time. Of the tests, that takes what is pytest's own; with
+    a release that has it otherwise, they begin some seconds later.
+    """
+    for package in ("hvdlite", "launcher"):
+        compileall.compile_dir(TESTS.parent / package, quiet=2)
+    with suppress(AttributeError, ImportError, TypeError):
+        from _pytest.assertion import rewrite
+
+        state = config.stash[rewrite.assertstate_key]
+        for file in (*TESTS.rglob("test_*.py"), *TESTS.rglob("conftest.py")):
+            folder = rewrite.get_cache_dir(file)
+            compiled = folder / f"{file.stem}{rewrite.PYC_TAIL}"
+            if rewrite._read_pyc(file, compiled) is None and rewrite.try_makedirs(folder):
+                of_source, code = rewrite._rewrite_test(file, config)
+                rewrite._write_pyc(state, code, of_source, compiled)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -132,6 +132,7 @@ while not done:
 """
 
 
+@pytest.mark.soak  # The same is said, and more, in test_causes.py, at shorter intervals.
 def test_a_rank_with_a_slow_data_loader_is_named(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     pytest.importorskip("torch")
