@@ -238,11 +238,20 @@ def _add_setting_flags(parser: Parser) -> None:
         if entry.flag and entry.no_flag:
             pair = group.add_mutually_exclusive_group()
             _add_switch(pair, entry, entry.flag, "1", entry.help)
-            _add_switch(pair, entry, entry.no_flag, "0", f"the opposite of {entry.flag}")
+            opposite = f"the opposite of {entry.flag}; the default"
+            _add_switch(pair, entry, entry.no_flag, "0", opposite)
         elif entry.flag:
-            group.add_argument(
-                entry.flag, dest=entry.name, metavar="VALUE", help=_percent(entry.help)
-            )
+            text = _percent(entry.help + _default_of(entry))
+            group.add_argument(entry.flag, dest=entry.name, metavar="VALUE", help=text)
+
+
+def _default_of(entry: Setting) -> str:
+    """Return a sentence about the default of a setting, in the unit of its flag; empty: none."""
+    default = entry.default
+    if default in ("", (), None):
+        return ""
+    value = default / entry.flag_scale if entry.flag_scale != 1 else default
+    return f" Default: {value:g}." if isinstance(value, int | float) else f" Default: {value}."
 
 
 def _add_switch(group: Any, entry: Setting, flag: str, value: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -297,6 +298,20 @@ def test_help_is_complete() -> None:
     for entry in settings():
         assert not entry.flag or entry.flag in text
     assert "--disable-cache" not in text
+
+
+def test_help_has_defaults_which_are_accepted_as_flags() -> None:
+    text = " ".join(make_parser().format_help().split())
+    for entry in settings():
+        if not entry.flag or entry.default in ("", ()):
+            continue
+        if entry.no_flag:
+            assert f"{entry.no_flag} the opposite of {entry.flag}; the default" in text
+            assert entry.default is False
+            continue
+        found = re.search(rf"{entry.flag} VALUE {re.escape(entry.help)} Default: (\S+)\. ", text)
+        assert found, entry.flag
+        assert entry.parse(entry.variable_text(found[1], entry.flag)) == entry.default
 
 
 @pytest.mark.parametrize("flag", ["-c", "-n", "-host", "--verbos"])
