@@ -26,8 +26,8 @@ def rank_main(layers: int, rounds: int) -> list[float]:
     import torch
 
     import hvdlite.torch as hvd
+    from hvdlite.common.base.metrics import Sample, pack
     from hvdlite.common.iterations.counts import Counts
-    from hvdlite.common.plain.metrics import Sample, pack
     from hvdlite.common.runtime.current import current
 
     hvd.init()

@@ -28,7 +28,7 @@ from measuring import Spread, make_parser, parse, say, slowest, table, write
 from simulated_hosts import TCP, add_link_options, describe, two_hosts
 
 import hvdlite.torch as hvd
-from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 
 AUTO = "auto"

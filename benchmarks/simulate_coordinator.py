@@ -49,8 +49,16 @@ from hvdlite.common.collectives.between_hosts.model_file import DEFAULT, chosen_
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.messages import Orders, Report, Reports, Request, Segment, decode, encode
+from hvdlite.common.requests.messages import (
+    Orders,
+    Report,
+    Reports,
+    Request,
+    Segment,
+    decode,
+    encode,
+)
+from hvdlite.common.settings.config import Config
 
 RANKS = (8, 64, 512, 4096, 16384, 65536)
 TENSORS = (200, 1000, 2000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from hvdlite.common.plain.metrics import JOB_METRICS, METRICS, Metric
+from hvdlite.common.base.metrics import JOB_METRICS, METRICS, Metric
 
 PAGE = Path(__file__).parent / "live_view.md"
 START, END = "<!-- metrics -->\n", "<!-- end of metrics -->\n"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlite.common.plain.config import settings
-from hvdlite.common.plain.setting import Setting
+from hvdlite.common.settings.config import settings
+from hvdlite.common.settings.setting import Setting
 
 HEAD = """# Settings
 

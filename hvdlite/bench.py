@@ -36,8 +36,8 @@ from hvdlite.common.api.network_model import compared_algorithms, measured_model
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.collectives.between_hosts.costs import ALLREDUCE, COSTS, Model
 from hvdlite.common.collectives.between_hosts.model_file import save, usual_path
-from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.common.runtime.current import current
+from hvdlite.common.tensors.numpy_adapter import Array
 
 ALONE = 2  # The exit code where there is nobody to talk with.
 WARM_CALLS = 5

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points, packages_distributions, version
 from typing import NamedTuple
 
-from hvdlite.common.plain.config import DATA_PLANES, Config
+from hvdlite.common.settings.config import DATA_PLANES, Config
 from hvdlite.launcher.decisions.endings import signal_name
 from hvdlite.launcher.mpirun.mpi import INSTALL_OPENMPI, Mpi, find_all
 

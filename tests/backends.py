@@ -13,8 +13,8 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, build_backends, choose
 from hvdlite.common.collectives.base import Array, Members, Reduction
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.ranks import run_threads
 from tests.worlds import IN_PROCESS, make_world

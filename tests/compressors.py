@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.common.plain.compression import FeedbackCompressions
+from hvdlite.common.tensors.compression import FeedbackCompressions
 
 Array = np.ndarray[Any, Any]
 

@@ -15,11 +15,11 @@ from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.elastic.notification import NotificationManager
 from hvdlite.common.membership.frames import World
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import this_process
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.limits import HANG_SECONDS
 

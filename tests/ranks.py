@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import use
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.settings.config import Config
 from tests.limits import HANG_SECONDS
 from tests.worlds import IN_PROCESS, make_world
 

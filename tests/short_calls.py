@@ -12,8 +12,8 @@ import numpy as np
 
 import hvdlite.numpy as hvd
 from hvdlite.common.engine.short_calls import ShortCalls
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.limits import patient
 
 LIMIT_SECONDS = patient(20)

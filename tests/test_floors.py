@@ -50,7 +50,7 @@ FLOORS = [
     ["hvdlite.common.membership"],
     ["hvdlite.common.meeting"],
     ["hvdlite.common.connections"],
-    ["hvdlite.common.plain"],
+    ["hvdlite.common.requests", "hvdlite.common.settings", "hvdlite.common.tensors"],
     ["hvdlite.common.segmentation", "hvdlite.common.layouts"],
     ["hvdlite.common.timeline"],
     ["hvdlite.common.base"],
@@ -105,7 +105,8 @@ LAUNCHER_IMPORTS = {
     "hvdlite.common.connections",
     "hvdlite.common.meeting",
     "hvdlite.common.membership",
-    "hvdlite.common.plain",
+    "hvdlite.common.requests",
+    "hvdlite.common.settings",
     "hvdlite.ps.cluster",
     "hvdlite.ps.scheduler",
     "hvdlite.ps.server",
@@ -288,7 +289,7 @@ def test_only_the_package_of_the_table_compares_names_of_collectives() -> None:
         for name in contents(path).compared
         if name in SPECS
     ]
-    assert set(wrong) <= {("hvdlite.common.plain.config", "allreduce")}
+    assert set(wrong) <= {("hvdlite.common.settings.config", "allreduce")}
 
 
 def test_every_field_of_the_table_is_read() -> None:

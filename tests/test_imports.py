@@ -24,7 +24,7 @@ for _ in range(2):
 ENGINE = """
 import sys
 from tests.ranks import run_ranks
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 run_ranks(2, lambda rank: None, config=Config(autotune={autotune}))
 """
 

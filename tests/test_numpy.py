@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.plain.handles import HandleTable
+from hvdlite.common.requests.handles import HandleTable
 from tests.ranks import run_ranks
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]

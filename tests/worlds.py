@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.meeting.exchange import InProcessMeeting
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld
 from hvdlite.common.transport.tcp.connect import connect

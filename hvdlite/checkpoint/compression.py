@@ -15,7 +15,7 @@ import numpy as np
 from hvdlite.checkpoint.job import place
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.common.layouts.layout import WHOLE, Layout
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 KEY = "compression"  # in the tree of an optimizer
 Layouts = dict[str, Layout]

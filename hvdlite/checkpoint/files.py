@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.common.layouts.layout import Box
 from hvdlite.common.layouts.transfer import pieces, writers
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 Array = NDArray[Any]
 

@@ -15,7 +15,7 @@ from hvdlite.checkpoint.tensors import Tensors, kinds_of
 from hvdlite.checkpoint.trees import given_layouts, hint
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.layout import Box, Layout, whole
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 
 @dataclass(frozen=True)

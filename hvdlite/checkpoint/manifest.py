@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.layouts.layout import Layout
-from hvdlite.common.plain.adapter import DTYPES
+from hvdlite.common.tensors.adapter import DTYPES
 
 # -- the folder, which is replaced as a whole
 

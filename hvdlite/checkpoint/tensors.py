@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hvdlite.checkpoint import compression
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.common.layouts.layout import Box, Layout
-from hvdlite.common.plain.adapter import DTYPES
+from hvdlite.common.tensors.adapter import DTYPES
 
 Array = NDArray[Any]
 

@@ -10,7 +10,7 @@ from hvdlite.checkpoint.job import check_same, together
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.checkpoint.tensors import Context, Owner, Tensors
 from hvdlite.common.layouts.layout import Layout
-from hvdlite.common.plain.config import closest
+from hvdlite.common.settings.config import closest
 
 T = TypeVar("T")
 MISSING = object()

@@ -15,11 +15,13 @@ A package imports from itself and from packages below it, never upwards:
     membership      the driver of an elastic job and its workers: who is in which world
     meeting         how ranks find each other: the exchange, its sources, proofs of identity
     connections     proven, framed and watched connections, and the loop that drives them
-    plain           messages, settings, entries, handles, and small things that all share
+    requests        what ranks ask for: entries, handles, the messages about them, process sets
+    settings        every setting, declared once, and the log
+    tensors         tensors of any framework: what an adapter tells of them, compression
     segmentation    strategies that cut a list of gradients into segments: pure
     layouts         how tensors are cut among ranks, and which strategies cut operators so: pure
     timeline        what the engine did when, as a file in the Chrome trace format
-    base            errors, warnings, reduce ops, bit masks, the topology
+    base            errors, warnings, reduce ops, bit masks, the topology, small helpers
 
 docs/architecture.md follows one gradient, a killed rank and one push through these packages.
 

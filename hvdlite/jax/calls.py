@@ -10,13 +10,13 @@ import numpy as np
 
 from hvdlite.common.api.call_checks import check_call, members_of
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.base.lists import split_rows
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
-from hvdlite.common.plain.adapter import HOST_DEVICE, TensorSpec
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.messages import OF_PROGRAM
+from hvdlite.common.requests.messages import OF_PROGRAM
 from hvdlite.common.runtime.current import for_collective
+from hvdlite.common.tensors.adapter import HOST_DEVICE, TensorSpec
 
 
 class Kind(NamedTuple):

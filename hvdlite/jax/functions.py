@@ -9,8 +9,8 @@ import jax
 from hvdlite.common.api import objects
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.jax.sharded_state.shards import is_shard
 from hvdlite.jax.trees import from_host, is_array, to_host
 

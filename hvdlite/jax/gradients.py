@@ -12,9 +12,9 @@ import numpy as np
 from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.buckets import batches_of, single_and_grouped
 from hvdlite.common.gradients.variables import Sources
-from hvdlite.common.plain.compression import COMPLEX
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation import strategies as segmentation
+from hvdlite.common.tensors.compression import COMPLEX
 from hvdlite.jax.calls import Call
 from hvdlite.jax.programs import exchange, is_tracing
 

@@ -13,10 +13,10 @@ import optax
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import ReductionConfig, resolve_groups, scaling
-from hvdlite.common.plain.compression import AnyCompressor, FeedbackCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
+from hvdlite.common.tensors.compression import AnyCompressor, FeedbackCompressor
 from hvdlite.jax.compression import Compression
 from hvdlite.jax.gradients import Reducer
 from hvdlite.jax.order import wait_for_programs

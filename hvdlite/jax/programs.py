@@ -20,8 +20,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.numpy_adapter import Array, aligned_empty
 from hvdlite.common.runtime.current import finder, use
+from hvdlite.common.tensors.numpy_adapter import Array, aligned_empty
 from hvdlite.jax.calls import Call, Kind
 from hvdlite.jax.native.executions import register, served_library
 from hvdlite.jax.native.library import START, TAKE

@@ -17,9 +17,9 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import CollectiveResult, EngineRunner, Shaping
 from hvdlite.common.api.submit import Operation
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.numpy_adapter import NumpyAdapter
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.tensors.numpy_adapter import NumpyAdapter
 from hvdlite.jax.calls import Call
 from hvdlite.jax.programs import exchange, is_tracing
 

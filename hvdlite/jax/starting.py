@@ -12,10 +12,10 @@ from hvdlite.common.api.prepared_bucket import start_bucket
 from hvdlite.common.api.submit import Operation, Signal, start
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.compressed_bucket import Part
-from hvdlite.common.plain.handles import Handle
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.requests.handles import Handle
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.jax.calls import Call
 
 ADAPTER = NumpyAdapter()

@@ -13,8 +13,8 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.gradients.variables import LocalSources
 from hvdlite.common.gradients.weights_check import VariablesCheck
-from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.segmentation.strategies import Threshold
+from hvdlite.common.tensors.compression import NoneCompressor
 
 Then = Callable[[list[Any]], Any]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.tensors.compression import Compressor, NoneCompressor
 from hvdlite.keras.framework import LEGACY, adapter, keras
 
 

@@ -13,9 +13,9 @@ from jax.experimental.sparse import JAXSparse
 
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.gradients.weights_check import WeightsCheck
-from hvdlite.common.plain.comparison import of_array
 from hvdlite.common.runtime.current import finder, use
 from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.tensors.comparison import of_array
 from hvdlite.jax import gradients as of_jax
 from hvdlite.jax.elastic.state import is_loss_in_jax as is_loss
 from hvdlite.jax.order import forget_programs, wait_for_programs

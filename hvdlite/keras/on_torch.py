@@ -17,9 +17,9 @@ from hvdlite.common.gradients.buckets import single_and_grouped
 from hvdlite.common.gradients.compressed_bucket import Part
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.gradients.weights_check import WeightsCheck
-from hvdlite.common.plain.compression import COMPLEX
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.tensors.compression import COMPLEX
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.dtypes import DTYPE_NAMES

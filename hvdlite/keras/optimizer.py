@@ -9,11 +9,11 @@ from typing import Any
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import ReductionConfig, check_passes, resolve_groups, scaling
-from hvdlite.common.plain.compression import AnyCompressor, NoneCompressor
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
+from hvdlite.common.tensors.compression import AnyCompressor, NoneCompressor
 from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.gradient_exchange import Settings
 from hvdlite.keras.keras_patches import patch_keras

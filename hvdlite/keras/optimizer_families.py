@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.compression import FeedbackCompressor
+from hvdlite.common.tensors.compression import FeedbackCompressor
 from hvdlite.keras.framework import keras
 from hvdlite.keras.gradient_exchange import Exchange, Settings
 

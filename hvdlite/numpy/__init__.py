@@ -19,10 +19,10 @@ from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.halo import Arrays
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.iterations.live import metrics, progress
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime import public_names
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.public_names import *  # noqa: F403
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.missing_names import module_getattr
 from hvdlite.numpy import checkpoint, elastic
 

@@ -24,8 +24,8 @@ from hvdlite.common.elastic.arrays import broadcast_arrays
 from hvdlite.common.elastic.run import run
 from hvdlite.common.elastic.source import sync_source
 from hvdlite.common.elastic.state import ObjectState, map_leaves, named_leaves
-from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime.basics import rank
+from hvdlite.common.tensors.comparison import Compared, of_array
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.handles import Handle, HandleTable
+from hvdlite.common.requests.handles import Handle, HandleTable
 from hvdlite.ps import context
 from hvdlite.ps.connections.client import Plan
 from hvdlite.ps.connections.messages import Message

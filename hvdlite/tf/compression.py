@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from hvdlite.common.plain.compression import Compressor, FeedbackCompressions, NoneCompressor
+from hvdlite.common.tensors.compression import Compressor, FeedbackCompressions, NoneCompressor
 
 
 class _CastCompressor(Compressor):

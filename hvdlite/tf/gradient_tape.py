@@ -11,10 +11,10 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import ReductionConfig, resolve_groups, scaling
 from hvdlite.common.gradients.weights_check import VariablesCheck
-from hvdlite.common.plain.compression import Compressor, FeedbackCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
+from hvdlite.common.tensors.compression import Compressor, FeedbackCompressor
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.errors import unconverted
 from hvdlite.tf.optimizer.gradient_exchange import Gradient, Reducer, wrap

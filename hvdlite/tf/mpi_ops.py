@@ -26,10 +26,10 @@ from hvdlite.common.gradients.segment_plan import (
     set_split_strategy_by_idx,
     set_split_strategy_by_size,
 )
-from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime import public_names
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.public_names import *  # noqa: F403
+from hvdlite.common.tensors.compression import Compressor, NoneCompressor
 from hvdlite.tf.calls.collective_call import SignalCall
 from hvdlite.tf.calls.runner import TensorFlowRunner, run_calls
 from hvdlite.tf.errors import public

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.tensors.compression import Compressor
 from hvdlite.tf.topology_ops import size_of
 
 

@@ -13,10 +13,10 @@ import tensorflow as tf
 from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.tensors.compression import NoneCompressor
 from hvdlite.tf.calls.runner import TensorFlowRunner
 from hvdlite.tf.errors import public
 

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.gradients.weights_check import WeightsCheck
-from hvdlite.common.plain.comparison import of_array
 from hvdlite.common.runtime.current import finder, use
+from hvdlite.common.tensors.comparison import of_array
 from hvdlite.tf.variables import plain
 
 

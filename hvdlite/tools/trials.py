@@ -148,7 +148,7 @@ def own_binding() -> Found:
     """Tell whether hvdlite's own binding finds NCCL and the CUDA runtime, and which."""
     from hvdlite.common.devices.nccl.binding import Nccl
     from hvdlite.common.devices.nccl.cudart import CudaRuntime
-    from hvdlite.common.plain.config import Config
+    from hvdlite.common.settings.config import Config
 
     config = Config.from_environ()
     try:

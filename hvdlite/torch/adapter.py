@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.common.plain.adapter import COMPLEX, HOST_DEVICE, HostBuffer, Place, TensorSpec
-from hvdlite.common.plain.numpy_adapter import read_splits
+from hvdlite.common.tensors.adapter import COMPLEX, HOST_DEVICE, HostBuffer, Place, TensorSpec
+from hvdlite.common.tensors.numpy_adapter import read_splits
 from hvdlite.torch.devices import Device, HostDevice, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
 

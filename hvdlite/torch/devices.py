@@ -27,9 +27,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, numpy_dtype
-from hvdlite.common.plain.result_memory import result_memory
 from hvdlite.common.runtime.current import find
+from hvdlite.common.tensors.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, numpy_dtype
+from hvdlite.common.tensors.result_memory import result_memory
 from hvdlite.torch.device_modules import Event, Streams, new_event, pins, streams_of
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
 

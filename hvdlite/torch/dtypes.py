@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdlite.common.collectives.kernels import Casts, register_casts
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 _NAMES = (
     "bool",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.common.plain.comparison import (
+from hvdlite.common.tensors.comparison import (
     BLOCK_BYTES,
     BLOCK_WORDS,
     Compared,
@@ -16,7 +16,7 @@ from hvdlite.common.plain.comparison import (
     of_array,
     sums_of,
 )
-from hvdlite.common.plain.numpy_adapter import Array
+from hvdlite.common.tensors.numpy_adapter import Array
 from hvdlite.torch.dtypes import DTYPE_NAMES
 
 _BLOCKS_AT_ONCE = 4096  # Of a tensor on a device: 32 MiB, as much again for the products.

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hvdlite.common.meeting.placement import place_variables, places
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.launcher.agents.agent_connection import AgentHost
 from hvdlite.launcher.agents.channel import PART_BYTES
 from hvdlite.launcher.command_line.debug_rank import terminals

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import closest, settings
-from hvdlite.common.plain.setting import Setting, boolean
+from hvdlite.common.settings.config import closest, settings
+from hvdlite.common.settings.setting import Setting, boolean
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
 IGNORED_KEYS = {

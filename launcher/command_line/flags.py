@@ -1,4 +1,4 @@
-"""The flags of hvdlite-run; those of settings are derived from `hvdlite.common.plain.config`."""
+"""The flags of hvdlite-run; those of settings are derived from `hvdlite.common.settings.config`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import settings
-from hvdlite.common.plain.setting import Setting
+from hvdlite.common.settings.config import settings
+from hvdlite.common.settings.setting import Setting
 
 BY_ITSELF = "choose with --allreduce and --data-plane, or leave it out"
 # Flags of horovodrun that have no meaning here: the number of their values, and what to do instead.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.launcher.command_line.launcher_choice import MPIRUN
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.launcher.platforms.batch_systems import LSF, SLURM, Allocation
 
 AUTO, SSH, SRUN, JSRUN, MPIRUN = "auto", "ssh", "srun", "jsrun", "mpirun"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import Config, settings
+from hvdlite.common.settings.config import Config, settings
 from hvdlite.launcher.command_line.config_file import read_config_file
 from hvdlite.launcher.command_line.debug_rank import PATIENCE, check_debug_rank
 from hvdlite.launcher.command_line.job_kinds import (

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.meeting.placement import places
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
 from hvdlite.launcher.decisions.driver import Driver

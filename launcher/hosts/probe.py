@@ -66,7 +66,7 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
 def _hvdlite() -> dict[str, Any]:
     """Return version and protocol of hvdlite, or why it cannot be used."""
     try:
-        messages = importlib.import_module("hvdlite.common.plain.messages")
+        messages = importlib.import_module("hvdlite.common.requests.messages")
         version = importlib.import_module("hvdlite").__version__
         return {"hvdlite": version, "protocol": messages.PROTOCOL_VERSION}
     except Exception as error:

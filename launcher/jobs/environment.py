@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hvdlite.common.base.networks import BRIDGE, USUAL_BRIDGES, has_fabric
-from hvdlite.common.plain.nodelist import expand_nodelist
+from hvdlite.common.meeting.nodelist import expand_nodelist
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.jobs.passed_variables import of_another_job
 from hvdlite.launcher.mpirun.commands import build_environment, keep_alive_arguments

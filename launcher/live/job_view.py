@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import NamedTuple
 
-from hvdlite.common.plain.metrics import METRICS, Sample, unpack
+from hvdlite.common.base.metrics import METRICS, Sample, unpack
 from hvdlite.launcher.live.stragglers import Pace, Straggler, Watch
 
 # Changes are those over the last so many seconds, or more where there were fewer steps.

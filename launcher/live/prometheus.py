@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.metrics import JOB_METRICS, METRICS, PREFIX, Metric
+from hvdlite.common.base.metrics import JOB_METRICS, METRICS, PREFIX, Metric
 from hvdlite.launcher.live.job_view import KINDS, JobView
 
 FRESH_SECONDS = 1.0  # No rank sends more often.

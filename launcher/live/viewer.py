@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlite.common.plain.metrics import LONGEST_NAME
+from hvdlite.common.base.metrics import LONGEST_NAME
 from hvdlite.launcher.decisions.lines import spans
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ERASE, ERASE_ALL, ESCAPE, UP
 from hvdlite.launcher.live.snapshot import Snapshot

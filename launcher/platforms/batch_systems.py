@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.nodelist import expand_counts, expand_nodelist
+from hvdlite.common.meeting.nodelist import expand_counts, expand_nodelist
 from hvdlite.launcher.hosts.hosts import Host
 
 SLURM, LSF, PBS, GRID_ENGINE = "Slurm", "LSF", "PBS", "Grid Engine"

@@ -10,7 +10,7 @@ import contextlib
 import os
 
 from hvdlite.common.connections.orders import COUNT, OF_ALL, PASS, PIPE_NAME, Order, pack_order
-from hvdlite.common.plain.messages import EVERY_RANK
+from hvdlite.common.requests.messages import EVERY_RANK
 
 
 def give(folder: str, rank: int, line: str) -> None:

@@ -16,12 +16,12 @@ import numpy
 import pytest
 
 import hvdlite
-from hvdlite.common.plain.messages import PROTOCOL_VERSION
+from hvdlite.common.requests.messages import PROTOCOL_VERSION
 from tests.hosts import faults
 from tests.hosts.jobs import ALL, hvdlite_run, sentences
 from tests.hosts.lab import HOSTS, SHARED, Lab, address, address6
 
-MESSAGES = Path(hvdlite.__file__).parent / "common" / "plain" / "messages.py"
+MESSAGES = Path(hvdlite.__file__).parent / "common" / "requests" / "messages.py"
 NUMPY = Path(str(importlib.metadata.distribution("numpy")._path))  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.plain.metrics import MOST_CHARACTERS
+from hvdlite.common.base.metrics import MOST_CHARACTERS
 from hvdlite.launcher.mpirun.mpi import find_all
 from tests.hosts import faults, sites
 from tests.hosts.jobs import ALL, FOREVER, in_the_middle

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdlite import numpy as hvd
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.keras import DistributedOptimizer, callbacks
 from hvdlite.keras.framework import LEGACY, keras
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.common.gradients.compressed_bucket import FeedbackState
-from hvdlite.common.plain.compression import FeedbackCompressor
 from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.common.tensors.compression import FeedbackCompressor
 from hvdlite.keras.framework import keras
 from tests.compressors import (
     COMPRESSORS,

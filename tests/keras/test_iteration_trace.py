@@ -9,7 +9,7 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.common.iterations.rows import IterationRow, read_rows
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import keras
 from tests.keras.training import BATCH, INPUTS, ROWS, TARGETS, make_model, sgd
 from tests.ranks import run_ranks

@@ -13,8 +13,8 @@ import hvdlite.keras as hvd
 import hvdlite.numpy as hvd_numpy
 from hvdlite.common.api import prepared_bucket
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
     BATCH,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.keras.training import (
     Weights,
     adam,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import INPUTS, TARGETS, adam, make_model, sgd
 from tests.ranks import run_ranks

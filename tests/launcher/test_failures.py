@@ -11,7 +11,7 @@ import pytest
 
 import hvdlite
 from hvdlite.common.collectives.table import disagreement
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.messages import Request
 from hvdlite.launcher.command_line.flags import make_parser
 from hvdlite.launcher.command_line.options import resolve
 from hvdlite.launcher.decisions.endings import Failure

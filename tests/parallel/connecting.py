@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import connect as runtime
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Transport
 
 

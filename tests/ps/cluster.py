@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.connections.address import Address
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.cluster.membership import ClusterPlan
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
 from hvdlite.ps.connections.channel import Listener

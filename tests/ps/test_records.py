@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.common.plain.metrics import METRICS
+from hvdlite.common.base.metrics import METRICS
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.connections.records import Records, Row, path_of_process

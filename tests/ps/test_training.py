@@ -13,7 +13,7 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.cluster.settings import SERVER
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client

@@ -13,7 +13,7 @@ import pytest
 from hvdlite.common.base.errors import HorovodVersionMismatchError
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Challenge, Claim, Party, Software
-from hvdlite.common.plain.messages import PROTOCOL_VERSION
+from hvdlite.common.requests.messages import PROTOCOL_VERSION
 from hvdlite.ps.connections import client
 from hvdlite.ps.connections.channel import MEMBER, Caller
 from hvdlite.ps.connections.connection import Connection

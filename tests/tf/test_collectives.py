@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.numpy_adapter import aligned_empty
+from hvdlite.common.base.lists import split_rows
+from hvdlite.common.tensors.adapter import numpy_dtype
+from hvdlite.common.tensors.numpy_adapter import aligned_empty
 from hvdlite.tf.calls.collective_call import array_of, tensor_of
 from tests.ranks import run_ranks
 

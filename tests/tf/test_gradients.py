@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.plain.lists import split_rows
+from hvdlite.common.base.lists import split_rows
 from tests.ranks import run_ranks
 
 Array = np.ndarray[Any, Any]

@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
 from hvdlite.common.segmentation.saved_results import save
 from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdlite.tf as hvd
 from hvdlite.common.gradients.weights_check import VariablesCheck
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.tf import weights
 from tests.ranks import run_ranks
 

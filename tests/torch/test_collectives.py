@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.common.plain.lists import split_rows
+from hvdlite.common.base.lists import split_rows
 from hvdlite.torch.dtypes import DTYPE_NAMES
 from tests.ranks import run_ranks
 

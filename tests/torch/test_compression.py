@@ -12,8 +12,8 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients.compressed_bucket import FeedbackState
-from hvdlite.common.plain.compression import FeedbackCompressor, Int8, OneBit, PowerSGD, TopK
 from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.common.tensors.compression import FeedbackCompressor, Int8, OneBit, PowerSGD, TopK
 from tests.compressors import (
     COMPRESSORS,
     BlockModel,

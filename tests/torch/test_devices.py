@@ -15,7 +15,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.common.api.forms import Forms
-from hvdlite.common.plain.adapter import HOST_DEVICE
+from hvdlite.common.tensors.adapter import HOST_DEVICE
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
 from hvdlite.torch.devices import Device, HostDevice, StagedDevice, find_device

@@ -19,7 +19,7 @@ import hvdlite.torch as hvd
 from hvdlite.common.base.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.elastic import run_fn
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.elastic import tensors
 from tests.elastic_job import ElasticJob, Worker
 from tests.limits import HANG_SECONDS

@@ -23,8 +23,8 @@ from torch.nn.modules import module as torch_module
 
 import hvdlite.torch as hvd
 from hvdlite.common.iterations.rows import IterationRow, read_rows
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,7 +14,7 @@ import hvdlite.torch as hvd
 from hvdlite.common.api.starting_forms import RepeatedCall
 from hvdlite.common.api.tensor_entries import PlacedEntry
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.common.plain.result_memory import LEAST_BYTES, result_memory
+from hvdlite.common.tensors.result_memory import LEAST_BYTES, result_memory
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

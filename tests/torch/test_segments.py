@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hvdlite.torch as hvd
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 from tests.resnet50 import PARAMETERS
 from tests.torch.scaled import Watch, distributed, resnet, small, step

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.plain.compression import Compressor
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.compression import Compressor
 from tests.ranks import run_ranks
 from tests.torch.scaled import Watch, distributed, small, step
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.plain.comparison import BLOCK_BYTES, sums_of
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.comparison import BLOCK_BYTES, sums_of
 from hvdlite.torch.weights import of_tensor, sums_on_device
 from tests.elastic_job import ElasticJob, Worker
 from tests.ranks import run_ranks

@@ -10,9 +10,9 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.adapter import COMPLEX, DTYPES, EXACT, FLOATS, Adapter, TensorSpec
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.adapter import COMPLEX, DTYPES, EXACT, FLOATS, Adapter, TensorSpec
 
 
 def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:

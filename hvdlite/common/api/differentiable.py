@@ -14,9 +14,9 @@ from hvdlite.common.api.call_checks import members_of
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import Runner
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.tensors.compression import Compressor
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from hvdlite.common.api.options import CallOptions, reduction, scattering
 from hvdlite.common.api.starting_forms import StartingForms, Tensors, as_tuple, only
 from hvdlite.common.api.submit import Operation, Signal, as_list
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.tensors.compression import Compressor, NoneCompressor
 
 # The public forms of allreduce; `forms` says what all forms have in common.
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from hvdlite.common.api.options import resolve_op
+from hvdlite.common.base.lists import split_list
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.lists import split_list
 from hvdlite.common.runtime import basics
 
 N = TypeVar("N", bound=int)

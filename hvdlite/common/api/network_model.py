@@ -22,11 +22,11 @@ from hvdlite.common.collectives.between_hosts.costs import (
     cheapest,
     step_seconds,
 )
-from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 # Run a function on the engine threads of all ranks at the same time: for measurements.
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hvdlite.common.base.errors import UnsupportedError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.plain.messages import JOB_THRESHOLD, NO_RANK
+from hvdlite.common.requests.messages import JOB_THRESHOLD, NO_RANK
 from hvdlite.common.runtime.process_sets import ProcessSet
 
 

@@ -19,10 +19,10 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_calls import prepared, prepared_group
 from hvdlite.common.api.submit import Operation, start, submit_each
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
-from hvdlite.common.plain.adapter import Adapter
-from hvdlite.common.plain.entries import Bundle, Entry
-from hvdlite.common.plain.handles import Handle, SharedHandle
+from hvdlite.common.requests.entries import Bundle, Entry
+from hvdlite.common.requests.handles import Handle, SharedHandle
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.adapter import Adapter
 
 if TYPE_CHECKING:
     from hvdlite.common.engine.engine import Engine

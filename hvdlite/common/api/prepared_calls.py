@@ -9,9 +9,9 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.tensor_entries import PreparedCall
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.adapter import Adapter, TensorSpec
-from hvdlite.common.plain.messages import NO_RANK, Request
+from hvdlite.common.requests.messages import NO_RANK, Request
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.adapter import Adapter, TensorSpec
 
 T = TypeVar("T")
 _MOST_REQUESTS = 10_000  # that are remembered

@@ -19,13 +19,13 @@ from hvdlite.common.api.options import reducing
 from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.api.tensor_entries import TensorEntry, entry_of_transfer
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.adapter import DTYPES, Adapter, TensorSpec
-from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.numpy_adapter import NumpyAdapter
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.adapter import DTYPES, Adapter, TensorSpec
+from hvdlite.common.tensors.numpy_adapter import NumpyAdapter
 
 T = TypeVar("T")
 

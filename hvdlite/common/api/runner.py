@@ -8,8 +8,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import PreparedBucket, start_bucket
 from hvdlite.common.api.submit import Operation, as_list, start
-from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.runtime.current import for_collective
+from hvdlite.common.tensors.adapter import Adapter
 
 T = TypeVar("T")
 Function = Callable[[list[T]], list[T]]

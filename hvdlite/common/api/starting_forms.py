@@ -10,9 +10,9 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import EngineRunner, Shaping
 from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall
-from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.runtime.current import find, for_collective
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.adapter import Adapter
 
 # Calls on one tensor in place that come again in each step: one object serves all of them.
 T = TypeVar("T")

@@ -17,12 +17,12 @@ from hvdlite.common.api.prepared_calls import prepared, prepared_group, remember
 from hvdlite.common.api.tensor_entries import TensorEntry, entry_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS, Effect
-from hvdlite.common.plain.adapter import Adapter, TensorSpec
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.adapter import Adapter, TensorSpec
 
 T = TypeVar("T")
 

@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.adapter import (
+from hvdlite.common.requests.entries import Entry, Key, Series, key_of
+from hvdlite.common.requests.handles import Event, Handle
+from hvdlite.common.requests.messages import NO_BIT, Request
+from hvdlite.common.tensors.adapter import (
     Adapter,
     CpuBuffer,
     HostBuffer,
@@ -18,9 +21,6 @@ from hvdlite.common.plain.adapter import (
     TensorSpec,
     numpy_dtype,
 )
-from hvdlite.common.plain.entries import Entry, Key, Series, key_of
-from hvdlite.common.plain.handles import Event, Handle
-from hvdlite.common.plain.messages import NO_BIT, Request
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from hvdlite.common.collectives.mpi import MpiBackend
 from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.mpi import MpiTransport
 

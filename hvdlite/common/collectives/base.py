@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.plain.messages import Response
+from hvdlite.common.requests.messages import Response
 from hvdlite.common.transport.base import Transport
 
 Array = NDArray[Any]

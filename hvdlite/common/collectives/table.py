@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlite.common.base.lists import split_rows
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import (
     Activity,
@@ -25,9 +26,8 @@ from hvdlite.common.collectives.base import (
     Operand,
     Reduction,
 )
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.requests.messages import Request, Response
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 Array = NDArray[Any]
 

@@ -24,7 +24,7 @@ import struct
 from typing import NamedTuple
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.plain.messages import PROTOCOL_VERSION, installed_version
+from hvdlite.common.requests.messages import PROTOCOL_VERSION, installed_version
 
 MAGIC = b"hvdlite\n"
 NONCE_BYTES = 16

@@ -24,7 +24,7 @@ from hvdlite.common.decisions.control_tree import senders
 from hvdlite.common.decisions.grouped import GroupSizes
 from hvdlite.common.decisions.process_sets import change_sets
 from hvdlite.common.decisions.request_readiness import RanksByRequest, RequestReadiness, earliest
-from hvdlite.common.plain.messages import (
+from hvdlite.common.requests.messages import (
     NO_BIT,
     Carried,
     Departed,
@@ -35,7 +35,7 @@ from hvdlite.common.plain.messages import (
     Response,
     Segment,
 )
-from hvdlite.common.plain.process_set_table import ProcessSetTable
+from hvdlite.common.requests.process_set_table import ProcessSetTable
 
 
 class _LeaderSetState:

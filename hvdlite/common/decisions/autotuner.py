@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.messages import Retune
-from hvdlite.common.plain.setting import MIB
+from hvdlite.common.requests.messages import Retune
+from hvdlite.common.settings.config import Config
+from hvdlite.common.settings.setting import MIB
 
 MEASUREMENTS = 5  # A sample is the median of so many measurements.
 DUELS = 3  # Samples of the best and of the default settings at the end.

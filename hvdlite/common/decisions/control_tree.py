@@ -17,7 +17,7 @@ from functools import cached_property
 
 from hvdlite.common.base.bitsets import mask_of
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.messages import Request
 
 FAN_OUT = 32
 ROOT = 0

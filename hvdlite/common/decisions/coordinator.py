@@ -98,7 +98,7 @@ from hvdlite.common.decisions.request_readiness import (
     join_error,
 )
 from hvdlite.common.decisions.stall_inspector import Waiting
-from hvdlite.common.plain.messages import (
+from hvdlite.common.requests.messages import (
     NO_BIT,
     Departed,
     DeviceRuns,
@@ -111,7 +111,7 @@ from hvdlite.common.plain.messages import (
     Retune,
     Segment,
 )
-from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
+from hvdlite.common.requests.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
 
 _MOST_CUTS = 256  # That are remembered: each step has a few.
 

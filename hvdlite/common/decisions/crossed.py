@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdlite.common.base.bitsets import lowest
-from hvdlite.common.plain.messages import OF_PROGRAM, Request
+from hvdlite.common.requests.messages import OF_PROGRAM, Request
 
 # How long both must have waited: what leaders of ranks hold back has long been reported then.
 CROSSED_SECONDS = 3.0

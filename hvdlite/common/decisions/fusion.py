@@ -10,8 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.messages import JOB_THRESHOLD, WHOLE_GROUP, Response
+from hvdlite.common.requests.messages import JOB_THRESHOLD, WHOLE_GROUP, Response
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 
 @dataclass

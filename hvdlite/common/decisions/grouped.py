@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet, lowest
-from hvdlite.common.plain.messages import NO_BIT, Request, Response
+from hvdlite.common.requests.messages import NO_BIT, Request, Response
 
 # What ranks have reported of one group: (size of the group, number of tensors reported) -> the mask
 # of the ranks with exactly these two numbers.

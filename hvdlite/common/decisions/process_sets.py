@@ -16,8 +16,8 @@ from hvdlite.common.decisions.bit_readiness import BitReadiness
 from hvdlite.common.decisions.grouped import Groups
 from hvdlite.common.decisions.request_readiness import RequestReadiness
 from hvdlite.common.decisions.response_cache import CoordinatorCache
-from hvdlite.common.plain.messages import NO_RANK, Request, Response
-from hvdlite.common.plain.process_set_table import FormedSet, ProcessSetTable, unflatten
+from hvdlite.common.requests.messages import NO_RANK, Request, Response
+from hvdlite.common.requests.process_set_table import FormedSet, ProcessSetTable, unflatten
 
 
 class Releases:

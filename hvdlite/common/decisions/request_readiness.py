@@ -14,7 +14,7 @@ from typing import TypeAlias
 from hvdlite.common.base.bitsets import lowest, mask_of, numbers_of
 from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
 from hvdlite.common.collectives.table import SPECS, CollectiveSpec, disagreement
-from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.requests.messages import Request, Response
 
 # The different requests for one name, each with the mask of the ranks that made it.
 RanksByRequest: TypeAlias = dict[Request, int]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet
 from hvdlite.common.decisions.request_readiness import RanksByRequest
-from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.requests.messages import Request, Response
 
 NAMES_PER_LINE = 8  # Names outside of a full cache whose use is recorded, for each line in it.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdlite.common.plain.messages import WaitQuery, WaitReply
+from hvdlite.common.requests.messages import WaitQuery, WaitReply
 
 MOST_NAMES = 6  # Names in one line of a report; the rest is counted.
 SECONDS_BETWEEN_REPORTS = 1.0  # The least time between two reports.

@@ -13,7 +13,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import SPECS, reduction_of
 from hvdlite.common.devices.collectives import COLLECTIVES, scales
 from hvdlite.common.devices.interface import DeviceLibrary
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.messages import Request
 
 # In the place of a method: an allreduce by reducescatter, the host's backends, and allgather.
 IN_LAYERS = "allreduce_in_layers"

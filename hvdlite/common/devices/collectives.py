@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hvdlite.common.base.lists import split_rows
 from hvdlite.common.collectives.base import Members, Reduction
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.devices.interface import Buffer, Communicator, Context, Stream
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.messages import Response
+from hvdlite.common.requests.messages import Response
 
 
 class DeviceOperand(Protocol):

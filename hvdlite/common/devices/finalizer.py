@@ -20,7 +20,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.base import Members
 from hvdlite.common.devices.communicators import quietly
 from hvdlite.common.devices.interface import Communicator, Event
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.messages import Request
 from hvdlite.common.transport.base import do_nothing
 
 log = logging.getLogger("hvdlite")

@@ -10,9 +10,9 @@ import numpy as np
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.devices.interface import Buffer, Context, DeviceOutput, Stream
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request, Response
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 # Neutral data, which a joined rank gives for tensors that it does not have.
 

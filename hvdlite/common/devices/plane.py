@@ -44,8 +44,8 @@ from hvdlite.common.devices.interface import (
     TimedEvent,
 )
 from hvdlite.common.devices.operands import EntryOperand, JoinedOperand
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request, Response
 from hvdlite.common.transport.base import do_nothing
 
 # The clock of a device: when on the host's clock its events have occurred.

@@ -10,10 +10,10 @@ import numpy as np
 
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.base.lists import split_by_bytes
 from hvdlite.common.elastic.source import Source
-from hvdlite.common.plain.lists import split_by_bytes
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import for_collective
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 # The pieces in which many arrays or tensors are sent as flat buffers.
 PIECE_BYTES = 64 << 20  # The most that a flat buffer takes, unless one array is larger.

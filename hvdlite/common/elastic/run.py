@@ -18,10 +18,10 @@ from hvdlite.common.base.errors import DEPARTED, HorovodInternalError, HostsUpda
 from hvdlite.common.elastic.notification import notification_manager
 from hvdlite.common.elastic.source import source_of
 from hvdlite.common.elastic.state import State
-from hvdlite.common.plain.comparison import Compared, compare
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import find
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.comparison import Compared, compare
 
 # The comparison of all ranks' weights after a reset, bit by bit (HVDLITE_ELASTIC_CHECK).
 

@@ -17,8 +17,8 @@ from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.base.errors import HostsUpdatedInterrupt
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.elastic.source import RANK_0, sync_source
-from hvdlite.common.plain.comparison import Compared
 from hvdlite.common.runtime import worlds
+from hvdlite.common.tensors.comparison import Compared
 
 # Nested dicts, lists and tuples: how state is made of its parts.
 

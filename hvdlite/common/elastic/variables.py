@@ -11,8 +11,8 @@ from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.elastic.arrays import broadcast_arrays
 from hvdlite.common.elastic.source import check_same_tensors, sync_source
 from hvdlite.common.elastic.state import ObjectState
-from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime.basics import rank
+from hvdlite.common.tensors.comparison import Compared, of_array
 
 
 class VariablesState(ObjectState):

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.decisions.autotuner import Autotuner, Sample
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.plain.messages import Retune
-from hvdlite.common.plain.setting import MIB
+from hvdlite.common.requests.entries import SegmentRun
+from hvdlite.common.requests.messages import Retune
+from hvdlite.common.settings.config import Config
+from hvdlite.common.settings.setting import MIB
 
 log = logging.getLogger("hvdlite")
 

@@ -18,8 +18,7 @@ from hvdlite.common.devices.agreement import Ballot
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.engine.stall_watch import StallWatch
 from hvdlite.common.engine.tree_links import ClockOffset, LauncherOrders, TreeLinks
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.messages import (
+from hvdlite.common.requests.messages import (
     Abort,
     Capabilities,
     ClockQuery,
@@ -41,7 +40,8 @@ from hvdlite.common.plain.messages import (
     WaitReply,
     decode,
 )
-from hvdlite.common.plain.process_set_table import ProcessSetTable
+from hvdlite.common.requests.process_set_table import ProcessSetTable
+from hvdlite.common.settings.config import Config
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
 

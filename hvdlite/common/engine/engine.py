@@ -36,10 +36,8 @@ from hvdlite.common.engine.inbox import Inbox, enough_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.engine.short_calls import ShortCalls
-from hvdlite.common.plain.adapter import DTYPES
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import Bundle, Entry, Observer
-from hvdlite.common.plain.messages import (
+from hvdlite.common.requests.entries import Bundle, Entry, Observer
+from hvdlite.common.requests.messages import (
     DeviceRuns,
     Eviction,
     Figures,
@@ -48,7 +46,9 @@ from hvdlite.common.plain.messages import (
     Retune,
     Segment,
 )
-from hvdlite.common.plain.process_set_table import FormedSet, ProcessSetTable
+from hvdlite.common.requests.process_set_table import FormedSet, ProcessSetTable
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import DTYPES
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
 

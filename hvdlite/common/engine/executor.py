@@ -20,10 +20,10 @@ from hvdlite.common.collectives.table import SPECS, CollectiveRun, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.devices.operands import neutral_value
 from hvdlite.common.devices.plane import DevicePlane, Span
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.entries import Entry, Observer, SegmentRun
-from hvdlite.common.plain.messages import Request, Response
-from hvdlite.common.plain.process_set_table import ProcessSetTable
+from hvdlite.common.requests.entries import Entry, Observer, SegmentRun
+from hvdlite.common.requests.messages import Request, Response
+from hvdlite.common.requests.process_set_table import ProcessSetTable
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.timeline.recorder import Timeline
 
 Array = NDArray[Any]

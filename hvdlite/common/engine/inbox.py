@@ -20,8 +20,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.handles import Handle
 
 # The reduction of so many bytes takes longer than a negotiation, so they do not gather further,
 # unless the engine has no core of its own: then it would only interrupt the thread that enqueues.

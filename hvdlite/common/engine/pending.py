@@ -10,9 +10,9 @@ from traceback import walk_stack
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.user_frames import call_of_user, is_in_gradients, is_of_user
 from hvdlite.common.collectives.table import SPECS, Effect
-from hvdlite.common.plain.entries import Entry, Key
-from hvdlite.common.plain.handles import Handle
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.entries import Entry, Key
+from hvdlite.common.requests.handles import Handle
+from hvdlite.common.requests.messages import Request
 from hvdlite.common.transport.base import do_nothing
 
 

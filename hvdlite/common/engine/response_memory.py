@@ -16,8 +16,8 @@ from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.response_cache import ResponseCache
 from hvdlite.common.engine.pending import PendingTable
-from hvdlite.common.plain.entries import Entry, Key, key_of
-from hvdlite.common.plain.messages import (
+from hvdlite.common.requests.entries import Entry, Key, key_of
+from hvdlite.common.requests.messages import (
     NO_BIT,
     Carried,
     Eviction,

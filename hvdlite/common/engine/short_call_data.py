@@ -7,6 +7,7 @@ from array import array as numbers
 from collections.abc import Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.lists import split_rows
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.kernels import Arithmetic
@@ -22,10 +23,9 @@ from hvdlite.common.collectives.native.short_call import (
     set_places,
 )
 from hvdlite.common.collectives.table import SPECS, reduction_of
-from hvdlite.common.plain.adapter import HOST_DEVICE, numpy_dtype
-from hvdlite.common.plain.entries import Bundle, Entry
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.requests.entries import Bundle, Entry
+from hvdlite.common.requests.messages import Request, Response
+from hvdlite.common.tensors.adapter import HOST_DEVICE, numpy_dtype
 
 TAG_MASK = (1 << TAG_BITS) - 1
 TAG_STEP = 0x9E3779B97F4B  # Odd, so that all numbers of a series have tags of their own.

@@ -50,10 +50,10 @@ from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.short_call_data import Record, ShortCallData, given, meaning_of
-from hvdlite.common.plain.adapter import HOST_DEVICE
-from hvdlite.common.plain.entries import Bundle, Entry, Key, SegmentRun, Series
-from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.process_set_table import ProcessSetTable
+from hvdlite.common.requests.entries import Bundle, Entry, Key, SegmentRun, Series
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.requests.process_set_table import ProcessSetTable
+from hvdlite.common.tensors.adapter import HOST_DEVICE
 
 MOST_PREPARED = 500  # calls; those without a name never come again
 

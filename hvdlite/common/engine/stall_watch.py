@@ -16,8 +16,8 @@ from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.crossed import CROSSED_SECONDS
 from hvdlite.common.decisions.stall_inspector import FIRST_SECONDS, DeadlockDetector, StallInspector
 from hvdlite.common.engine.tree_links import TreeLinks
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.messages import StackQuery, StackReply, WaitQuery, WaitReply
+from hvdlite.common.requests.messages import StackQuery, StackReply, WaitQuery, WaitReply
+from hvdlite.common.settings.config import Config
 
 log = logging.getLogger("hvdlite")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from hvdlite.common.decisions.control_tree import Tree
-from hvdlite.common.plain.messages import (
+from hvdlite.common.requests.messages import (
     EVERY_RANK,
     ClockQuery,
     ClockReply,

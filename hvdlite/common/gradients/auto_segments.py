@@ -28,12 +28,12 @@ import numpy as np
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 if TYPE_CHECKING:
     from hvdlite.common.segmentation.tuner import Decision, Tuner

@@ -13,7 +13,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.gradients.compressed_bucket import RUNNER, Bucket, FeedbackState, Part
 from hvdlite.common.gradients.compressed_exchange import CompressedBucket
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.common.runtime.current import for_collective, use
 from hvdlite.common.runtime.runtime import Runtime
 

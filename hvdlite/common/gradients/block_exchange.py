@@ -10,10 +10,10 @@ from typing import Protocol
 import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.lists import split_rows
 from hvdlite.common.gradients.compressed_bucket import CHUNK_ELEMENTS, Bucket, Exchange, add, fail
-from hvdlite.common.plain.compression import Int8, OneBit
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.numpy_adapter import Array
+from hvdlite.common.tensors.compression import Int8, OneBit
+from hvdlite.common.tensors.numpy_adapter import Array
 
 # Codes of few bits for blocks of floats, each with its own scale.
 #

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.base.lists import split_list
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.plain.compression import AnyCompressor, FeedbackCompressor, label_of
-from hvdlite.common.plain.lists import split_list
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.segmentation.strategies import Strategy, Threshold
+from hvdlite.common.tensors.compression import AnyCompressor, FeedbackCompressor, label_of
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

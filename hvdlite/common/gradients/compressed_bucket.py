@@ -22,10 +22,10 @@ from hvdlite.common.api.submit import Operation
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.buckets import ReductionConfig
-from hvdlite.common.plain.compression import FeedbackCompressor
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import find, for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.tensors.compression import FeedbackCompressor
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 # Error feedback: what compressors of one optimizer remember from step to step.
 #

@@ -20,8 +20,8 @@ from hvdlite.common.gradients.compressed_bucket import (
     matrix_shape,
     pieces,
 )
-from hvdlite.common.plain.compression import Int8, OneBit, PowerSGD, TopK
-from hvdlite.common.plain.numpy_adapter import Array
+from hvdlite.common.tensors.compression import Int8, OneBit, PowerSGD, TopK
+from hvdlite.common.tensors.numpy_adapter import Array
 
 # Tensors of fewer elements are searched as a whole.
 _FEW = 1 << 14

@@ -15,7 +15,10 @@ import numpy as np
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import PreparedBucket, start_bucket
-from hvdlite.common.plain.adapter import (
+from hvdlite.common.requests.handles import Handle
+from hvdlite.common.runtime.current import for_collective
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.adapter import (
     HOST_DEVICE,
     Adapter,
     CpuBuffer,
@@ -23,10 +26,7 @@ from hvdlite.common.plain.adapter import (
     Place,
     TensorSpec,
 )
-from hvdlite.common.plain.handles import Handle
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.runtime.current import for_collective
-from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 READ, READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 

@@ -11,8 +11,8 @@ from hvdlite.common.gradients.buckets import ReductionConfig, check_groups, spli
 from hvdlite.common.gradients.compressed_bucket import FeedbackState
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.gradients.variables import LocalSources, Sources
-from hvdlite.common.plain.compression import FeedbackCompressor
 from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.tensors.compression import FeedbackCompressor
 
 
 class Reducer(ABC):

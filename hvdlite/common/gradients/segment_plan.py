@@ -11,8 +11,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.gradients.buckets import ReductionConfig
-from hvdlite.common.plain.compression import FeedbackCompressor
-from hvdlite.common.plain.messages import WHOLE_GROUP
+from hvdlite.common.requests.messages import WHOLE_GROUP
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
@@ -34,6 +33,7 @@ from hvdlite.common.segmentation.strategies import (
     Threshold,
     segments_of,
 )
+from hvdlite.common.tensors.compression import FeedbackCompressor
 
 # The public functions that choose how gradients of a process set are split into segments.
 

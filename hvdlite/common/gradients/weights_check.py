@@ -12,10 +12,10 @@ from weakref import ref
 
 from hvdlite.common.api.objects import GatherByRank
 from hvdlite.common.gradients.reducer import Reducer
-from hvdlite.common.plain.comparison import Compared, compare
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import find, for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.tensors.comparison import Compared, compare
 
 _FROM_THE_BEGINNING = (
     "Call broadcast_parameters and broadcast_optimizer_state before the first step (in Keras use "

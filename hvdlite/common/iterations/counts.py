@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from hvdlite.common.base.metrics import Sample, pack
 from hvdlite.common.base.report_failure import STANDARD_ERROR, launcher_pipe, tell_launcher
 from hvdlite.common.iterations.following import Following
 from hvdlite.common.iterations.rows import IterationTimes
-from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.plain.metrics import Sample, pack
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import this_process
 from hvdlite.common.runtime.runtime import Runtime
 

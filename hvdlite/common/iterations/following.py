@@ -16,7 +16,7 @@ from weakref import WeakMethod, finalize
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.iterations.marks import EndedStep, IterationMarks, StepMarks
 from hvdlite.common.iterations.rows import IterationTimes
-from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.runtime import Runtime
 
 MOST_UNSETTLED = 256  # collectives and steps that gather before a thread that trains must settle

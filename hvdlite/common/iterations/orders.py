@@ -35,7 +35,7 @@ from hvdlite.common.connections.orders import (
     unpack_order,
 )
 from hvdlite.common.iterations.counts import Counts
-from hvdlite.common.plain.messages import EVERY_RANK
+from hvdlite.common.requests.messages import EVERY_RANK
 from hvdlite.common.runtime.current import this_process
 from hvdlite.common.runtime.runtime import Runtime
 

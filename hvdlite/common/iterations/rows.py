@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hvdlite.common.plain.setting import trace_path
+from hvdlite.common.settings.setting import trace_path
 
 
 class SegmentTimes(NamedTuple):

@@ -26,7 +26,7 @@ from hvdlite.common.iterations.rows import (
     make_row,
     open_rows,
 )
-from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.runtime import Runtime
 

@@ -42,7 +42,7 @@ from hvdlite.common.meeting.launch import (
     launch_with,
     spell,
 )
-from hvdlite.common.plain.nodelist import expand_nodelist
+from hvdlite.common.meeting.nodelist import expand_nodelist
 
 # -- Slurm: `srun` has started this process
 

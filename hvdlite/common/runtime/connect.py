@@ -19,7 +19,6 @@ from hvdlite.common.meeting.launch import SINGLE, Launch
 from hvdlite.common.meeting.meet import meet
 from hvdlite.common.meeting.placement import host_identity
 from hvdlite.common.meeting.torch_store import default_group
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.mpi_process import (
     allow_mpi_finalize,
     members_of_communicator,
@@ -29,6 +28,7 @@ from hvdlite.common.runtime.mpi_process import (
 )
 from hvdlite.common.runtime.process_sets import is_communicator
 from hvdlite.common.runtime.start_watch import StartWatch
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import solo
 

@@ -18,11 +18,11 @@ from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.meeting import launch as launches
 from hvdlite.common.membership.frames import Member, Newcomer, World
 from hvdlite.common.membership.link import DriverLink
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.connect import Connected
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.recording import Lasting
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.requests.process_set_table import GLOBAL_ID, FormedSet
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import ProcessSet
 

@@ -14,10 +14,7 @@ from hvdlite.common.base.report_failure import reason_of_end, reason_of_shutdown
 from hvdlite.common.meeting import launch as launches
 from hvdlite.common.meeting.launch import SINGLE, Launch
 from hvdlite.common.membership.frames import Newcomer, World
-from hvdlite.common.plain.config import Config, misspelt
-from hvdlite.common.plain.logs import set_up_log
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
-from hvdlite.common.plain.result_memory import result_memory
+from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.connect import Connected, check_without_mpi, connect, find_launch
 from hvdlite.common.runtime.current import current, this_process
 from hvdlite.common.runtime.elastic_worker import ElasticWorker
@@ -26,6 +23,9 @@ from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, 
 from hvdlite.common.runtime.process_state import not_initialized
 from hvdlite.common.runtime.recording import DYNAMIC, Lasting
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.settings.config import Config, misspelt
+from hvdlite.common.settings.logs import set_up_log
+from hvdlite.common.tensors.result_memory import result_memory
 
 # Which process is the rank: a child process inherits the variables of its launcher, too.
 RANK_PROCESS = "HVDLITE_RANK_PROCESS"  # "<process id> <rank> <job>" of the process that is the rank

@@ -15,8 +15,8 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.meeting.launch import WorldRank
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.start_watch import StartWatch
+from hvdlite.common.settings.config import Config
 
 log = logging.getLogger("hvdlite")
 

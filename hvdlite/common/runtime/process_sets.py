@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
+from hvdlite.common.requests.process_set_table import GLOBAL_ID, FormedSet
 from hvdlite.common.runtime.process_state import rank_of_caller
 
 RanksOrComm = Any  # an iterable of ints, or an mpi4py communicator

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
 
 from hvdlite.common.membership.frames import World
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank, path_of_world
 
 # Register trainers and traces, and connect them in whichever order they appear.

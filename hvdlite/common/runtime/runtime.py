@@ -13,15 +13,15 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.table import INIT_FAILED
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.handles import HandleTable
-from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.handles import HandleTable
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.requests.process_set_table import GLOBAL_ID, FormedSet
 from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
 from hvdlite.common.runtime.process_sets import FormedSets, ProcessSet
 from hvdlite.common.runtime.recording import Lasting
 from hvdlite.common.segmentation.parsing import UserChoice
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Transport, do_nothing
 
 log = logging.getLogger("hvdlite")

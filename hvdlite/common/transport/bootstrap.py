@@ -18,7 +18,7 @@ from hvdlite.common.base.errors import (
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.start_wait import spell_ranks
-from hvdlite.common.plain.messages import PROTOCOL_VERSION, installed_version
+from hvdlite.common.requests.messages import PROTOCOL_VERSION, installed_version
 from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.rendezvous import TOKEN_BYTES, Meeting, Peer, listen, meet
 from hvdlite.common.transport.shared_memory import create_memory

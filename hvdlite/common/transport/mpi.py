@@ -18,7 +18,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import MpiExchange
 from hvdlite.common.meeting.placement import host_identity
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Array, Incoming, Pending, connection_lost, do_nothing
 from hvdlite.common.transport.bootstrap import exchange_versions, find_hosts
 from hvdlite.common.transport.local import LocalMesh

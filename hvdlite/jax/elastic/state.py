@@ -13,9 +13,9 @@ from hvdlite.common.elastic.arrays import broadcast_arrays
 from hvdlite.common.elastic.run import is_loss, run_until
 from hvdlite.common.elastic.source import Source, check_same_tensors, sync_source
 from hvdlite.common.elastic.state import ObjectState
-from hvdlite.common.plain.comparison import Compared, of_array
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import rank
+from hvdlite.common.tensors.comparison import Compared, of_array
 from hvdlite.jax.elastic.saved import OPTIMIZER, Saved
 from hvdlite.jax.order import forget_programs, wait_for_all_programs
 from hvdlite.jax.sharded_state.shards import is_shard

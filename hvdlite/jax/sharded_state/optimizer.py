@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from hvdlite.common.base.lists import split_by_bytes
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ENOUGH_BYTES, ReductionConfig
-from hvdlite.common.plain.lists import split_by_bytes
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.jax import mpi_ops
 from hvdlite.jax.compression import Compression

@@ -17,8 +17,8 @@ import numpy as np
 
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.jax.trees import remembers, to_host
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))

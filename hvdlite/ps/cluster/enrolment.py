@@ -14,7 +14,7 @@ from hvdlite.common.base.errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
 )
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.cluster.settings import SCHEDULER, ClusterSettings
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client

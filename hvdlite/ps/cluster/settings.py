@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import parse_address
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.ps.cluster.membership import ClusterPlan
 
 START_SECONDS = 1800.0

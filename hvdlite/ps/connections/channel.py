@@ -37,7 +37,7 @@ from hvdlite.common.connections.link import Arrays, Link
 from hvdlite.common.connections.liveness import Liveness
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Claim, Party
-from hvdlite.common.plain.logs import log
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections.encryption import Encryption
 from hvdlite.ps.connections.memory_exchange import Sharing, new_name, swap
 from hvdlite.ps.connections.messages import (

@@ -15,8 +15,8 @@ import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.loop import Loop
-from hvdlite.common.plain.handles import Handle
-from hvdlite.common.plain.logs import log
+from hvdlite.common.requests.handles import Handle
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.connection import Connection

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hvdlite.common.plain.logs import log
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.cluster.membership import SERVER, WORKER, Membership
 from hvdlite.ps.layouts.layout import Layout, rebalance
 from hvdlite.ps.scheduler.registry import Registry

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.logs import log
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Member, Membership
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdlite.common.plain.logs import log
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections import outside
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.logs import log
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.outside import UNFINISHED
 from hvdlite.ps.server import saved_files

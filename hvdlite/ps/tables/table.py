@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.logs import log
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections.messages import REPLACES, Answer, Message
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.layouts.blocks import Array

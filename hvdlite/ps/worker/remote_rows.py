@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.connections.client import Client, Plan
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of

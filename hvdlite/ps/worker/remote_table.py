@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of, dtype_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client, Plan
 from hvdlite.ps.connections.messages import Buffer, Message

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.logs import log
 from hvdlite.common.runtime.current import find as find_runtime
 from hvdlite.common.runtime.current import this_process
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import ANSWER_SECONDS, WORKER, ClusterSettings, check_token
 from hvdlite.ps.connections import outside

@@ -22,10 +22,10 @@ from hvdlite.common.devices.nccl.cudart import (
     CudaRuntime,
 )
 from hvdlite.common.devices.nccl.library import CudaFramework, NcclLibrary, may_share_devices
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import numpy_dtype
+from hvdlite.common.tensors.numpy_adapter import Array
 
 log = logging.getLogger("hvdlite")
 

@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from hvdlite.common.devices.interface import Event
 from hvdlite.common.devices.nccl.context import DeviceMemory, ForeignEvent
-from hvdlite.common.plain.adapter import HostBuffer, Place, TensorSpec, numpy_dtype
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.tensors.adapter import HostBuffer, Place, TensorSpec, numpy_dtype
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.tf.accelerators.library import KIND, Accelerator, accelerator_of
 
 # -- the addresses of TensorFlow's tensors, by DLPack

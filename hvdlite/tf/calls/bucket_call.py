@@ -14,11 +14,11 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import ReducedCopies
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.compressed_bucket import Part
-from hvdlite.common.plain.compression import COMPLEX
-from hvdlite.common.plain.numpy_adapter import ALIGNMENT_BYTES, Array, NumpyAdapter, aligned_empty
 from hvdlite.common.runtime.current import finder
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.compression import COMPLEX
+from hvdlite.common.tensors.numpy_adapter import ALIGNMENT_BYTES, Array, NumpyAdapter, aligned_empty
 from hvdlite.tf.calls.collective_call import ADAPTER, Started
 
 

@@ -21,11 +21,11 @@ from hvdlite.common.api.submit import Operation, Signal, start
 from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.handles import Handle
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.requests.handles import Handle
 from hvdlite.common.runtime.current import finder
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.tf.accelerators.library import accelerator_now
 from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, DeviceTensor, lent
 from hvdlite.tf.accelerators.tensors import tensor_of as tensor_of_device

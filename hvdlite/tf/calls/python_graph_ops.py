@@ -24,8 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.common.runtime.current import find
+from hvdlite.common.tensors.numpy_adapter import Array
 from hvdlite.tf.accelerators.library import is_placed
 from hvdlite.tf.accelerators.tensors import lifted, on_host
 from hvdlite.tf.calls.collective_call import Call, Started, by_call

@@ -29,8 +29,8 @@ from hvdlite.common.gradients.graph_buckets import (
     GraphBucket,
     array_at,
 )
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.current import find
+from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.tf.accelerators.library import accelerator_of, is_placed, placing
 from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, placed_at
 from hvdlite.tf.calls.bucket_call import BucketCall

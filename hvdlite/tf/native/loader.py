@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from hvdlite.common.collectives.native.build import Recipe, say_that_python_runs
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import find
+from hvdlite.common.settings.config import Config
 from hvdlite.tf.native.graph_ops import serve
 from hvdlite.tf.native.library import Library
 

@@ -10,10 +10,10 @@ import tensorflow as tf
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import ReductionConfig, check_passes, resolve_groups, scaling
-from hvdlite.common.plain.compression import AnyCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
+from hvdlite.common.tensors.compression import AnyCompressor
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.optimizer.gradient_exchange import Reducer
 from hvdlite.tf.optimizer.v1_optimizer import distributed

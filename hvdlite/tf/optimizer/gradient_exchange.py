@@ -12,9 +12,9 @@ from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.buckets import ReductionConfig, batches_of, single_and_grouped
 from hvdlite.common.gradients.segment_plan import SegmentPlan
-from hvdlite.common.plain.compression import AnyCompressor
 from hvdlite.common.runtime.current import find
 from hvdlite.common.segmentation import strategies as segmentation
+from hvdlite.common.tensors.compression import AnyCompressor
 from hvdlite.tf.calls.bucket_call import BucketCall, CompressedCall
 from hvdlite.tf.calls.collective_call import TensorCall
 from hvdlite.tf.calls.runner import TensorFlowRunner, name_in_graph, run_calls

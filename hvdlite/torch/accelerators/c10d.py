@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
 from hvdlite.common.devices.interface import Communicator
 from hvdlite.common.devices.nccl.library import may_share_devices
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.accelerators.context import HostContext, TorchContext
 from hvdlite.torch.accelerators.store import StoreClient, StoreServer
 from hvdlite.torch.device_modules import accelerator_kind, streams_of

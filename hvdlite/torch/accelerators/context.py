@@ -20,7 +20,7 @@ from hvdlite.common.devices.interface import Event, HostMemory, TimedEvent
 from hvdlite.common.devices.nccl.cudart import begin_thread
 from hvdlite.common.devices.nccl.library import KIND
 from hvdlite.common.meeting.placement import host_identity
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.device_modules import Streams, new_event, pins
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array
 

@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.common.devices.nccl.binding import Nccl
 from hvdlite.common.devices.nccl.library import KIND, NcclLibrary, may_share_devices
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.accelerators.context import TorchContext
 from hvdlite.torch.device_modules import streams_of
 from hvdlite.torch.dtypes import DTYPE_NAMES

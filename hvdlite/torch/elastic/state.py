@@ -16,8 +16,8 @@ import torch
 from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.elastic.state import ObjectState, check_names, map_leaves
-from hvdlite.common.plain.comparison import Compared
 from hvdlite.common.runtime.basics import rank
+from hvdlite.common.tensors.comparison import Compared
 from hvdlite.torch.elastic.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,

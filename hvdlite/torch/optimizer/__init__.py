@@ -24,12 +24,12 @@ from hvdlite.common.gradients.buckets import (
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.gradients.weights_check import check_by_setting
 from hvdlite.common.iterations.trace import announce
-from hvdlite.common.plain.compression import AnyCompressor
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
+from hvdlite.common.tensors.compression import AnyCompressor
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.functions import broadcast_object, leave_zero_gradients
 from hvdlite.torch.optimizer.adasum import AdasumMixin

@@ -11,7 +11,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.gradients.compressed_bucket import Bucket, FeedbackState, Part
 from hvdlite.common.gradients.compressed_exchange import CompressedBucket
-from hvdlite.common.plain.compression import COMPLEX, FeedbackCompressor
+from hvdlite.common.tensors.compression import COMPLEX, FeedbackCompressor
 from hvdlite.torch.optimizer.in_flight import PendingGradient, check_and_wait
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.buckets import ReductionConfig
-from hvdlite.common.plain.compression import AnyCompressor, Compressor, NoneCompressor
+from hvdlite.common.tensors.compression import AnyCompressor, Compressor, NoneCompressor
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.optimizer.flat_gradients import FlatGradients

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.requests.entries import Entry
 from hvdlite.torch.process_group.arguments import timeout_of
 from hvdlite.torch.process_group.calls import Caller
 from hvdlite.torch.process_group.work import CollectiveWork, do_nothing

@@ -27,9 +27,9 @@ from hvdlite.common.api.tensor_entries import (
     entry_of_transfer,
 )
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.entries import Entry, Series
-from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.requests.entries import Entry, Series
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.current import find
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime

@@ -12,9 +12,9 @@ import torch
 
 from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.torch.process_group import checks
 from hvdlite.torch.process_group.arguments import Tensors, as_list
 from hvdlite.torch.process_group.base import GroupBase

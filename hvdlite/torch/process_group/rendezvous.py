@@ -20,9 +20,9 @@ import torch.distributed as dist
 from hvdlite.common.api.objects import allgather_object, broadcast_object
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.networks import list_interfaces
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.lifecycle import init
 from hvdlite.common.runtime.runtime import Runtime

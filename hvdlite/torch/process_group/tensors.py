@@ -9,9 +9,9 @@ import torch
 
 from hvdlite.common.api.tensor_entries import NumberedEntry, PreparedCall, TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.adapter import Place
-from hvdlite.common.plain.entries import Entry, Series
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.entries import Entry, Series
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.tensors.adapter import Place
 from hvdlite.torch.mpi_ops import runner
 
 ADAPTER = runner.adapter

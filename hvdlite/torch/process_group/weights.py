@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.weights_check import WeightsCheck, check_by_setting
-from hvdlite.common.plain.comparison import Compared
+from hvdlite.common.tensors.comparison import Compared
 from hvdlite.torch.subclass import OptimizerMixin
 from hvdlite.torch.weights import Alike, weights_of, whole
 

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import Work
 
 from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.handles import Handle
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.waiting import Abort, deadlines, future_of, waitable
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps import context
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.scheduler.registry import TableOptions

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hvdlite.common.plain.lists import split_by_bytes
+from hvdlite.common.base.lists import split_by_bytes
 from hvdlite.torch.sharding.dtensor import DTensor, gradient_of
 
 # So many bytes of gradients are held back at most until all of a function's inputs have theirs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Transport
 from tests.backends import DTYPES, Program, run_on_transports
 from tests.worlds import TCP

@@ -18,9 +18,9 @@ from hvdlite.common.api.process_group_calls import recv, recv_async, send, send_
 from hvdlite.common.collectives.native import short_call
 from hvdlite.common.collectives.native.library import library
 from hvdlite.common.decisions.coordinator import Coordinator
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
+from hvdlite.common.settings.config import Config
 from hvdlite.tools.timeline_reader import check
 from tests.backends import DTYPES, values
 from tests.ranks import run_ranks, run_threads

@@ -14,13 +14,13 @@ from hvdlite.common.api.process_group_calls import reduce as reduce_to_one
 from hvdlite.common.api.process_group_calls import reduce_async
 from hvdlite.common.api.submit import Operation, submit
 from hvdlite.common.base.errors import UnsupportedError
+from hvdlite.common.base.lists import split_rows
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.numpy_adapter import NumpyAdapter
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.formed_sets import form_process_set
 from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.numpy_adapter import NumpyAdapter
 from tests.backends import DTYPES, compare, oracle, reductions_of, values
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP

@@ -24,8 +24,8 @@ from hvdlite.common.collectives.between_hosts.ring import RingBackend
 from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic, Casts, register_casts
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
 from tests.backends import Program, all_members, quiet, run_on_transports

@@ -18,8 +18,8 @@ from hvdlite.common.collectives.between_hosts.costs import Model
 from hvdlite.common.collectives.host_backends.backend import FlatBackend
 from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.backends import (
     DTYPES,

@@ -17,8 +17,8 @@ from hvdlite.common.collectives.between_hosts.costs import (
     Model,
     cheapest,
 )
-from hvdlite.common.plain.adapter import HOST_DEVICE, numpy_dtype
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.tensors.adapter import HOST_DEVICE, numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.backends import DTYPES, all_members, quiet, reductions_of, run_on_transports
 from tests.common.collectives.test_between_hosts import LAYERED, backend_for, flat, noise

@@ -32,8 +32,8 @@ from hvdlite.common.collectives.between_hosts.schedules import (
     doubling,
     halving,
 )
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 
 NOTHING = Model(*[0.0] * len(Model.names()))

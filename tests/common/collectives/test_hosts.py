@@ -23,8 +23,8 @@ from hvdlite.common.collectives.between_hosts.costs import (
     cheapest_of,
 )
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Pending, Transport
 from tests.backends import (
     DTYPES,

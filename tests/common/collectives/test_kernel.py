@@ -21,7 +21,7 @@ from hvdlite.common.collectives.native import kernel
 from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.collectives.native.library import Library, find_kernel, library
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.backends import all_members, quiet, run_on_transports, wide_dtype
 from tests.compilers import Compiler

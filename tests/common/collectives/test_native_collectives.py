@@ -20,10 +20,10 @@ from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native import collectives as native
 from hvdlite.common.collectives.native.segment import TYPES, codes
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests import ranks
 from tests.backends import DTYPES, Program, all_members, quiet, run_on_transports

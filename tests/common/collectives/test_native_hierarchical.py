@@ -14,7 +14,7 @@ from hvdlite.common.collectives.base import Array, Reduction
 from hvdlite.common.collectives.host_backends.hierarchical import BLOCK_PIECES, HierarchicalBackend
 from hvdlite.common.collectives.native.collectives import PIECE_BYTES, SLOTS
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.backends import all_members, quiet, run_on_transports
 from tests.common.collectives.test_native_shm import FLOATS, found

@@ -19,9 +19,9 @@ from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.collectives.native.collectives import PIECE_BYTES, SLOTS
 from hvdlite.common.collectives.native.library import Library, library
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests import ranks

@@ -17,7 +17,7 @@ from hvdlite.common.collectives.native import collectives as native
 from hvdlite.common.collectives.native import kernel
 from hvdlite.common.collectives.native.compiler import find_compiler
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.backends import all_members, quiet, run_on_transports
 from tests.common.collectives.test_native_shm import found

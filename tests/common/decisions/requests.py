@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite.common.decisions.coordinator import Coordinator
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.messages import Request
 
 
 def request(name: str, length: int = 4, **fields: object) -> Request:

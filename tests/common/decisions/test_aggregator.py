@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite.common.decisions.aggregator import Aggregator
-from hvdlite.common.plain.messages import Carried, Eviction, Report, Request, Response, Segment
+from hvdlite.common.requests.messages import Carried, Eviction, Report, Request, Response, Segment
 from tests.common.decisions.requests import request
 
 

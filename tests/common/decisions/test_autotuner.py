@@ -20,11 +20,11 @@ from hvdlite.common.decisions.autotuner import Autotuner, Sample
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.engine import executor as execution
 from hvdlite.common.engine.autotuning import AutotuneLog
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.plain.messages import Eviction, Report, Request, Response, Retune, Segment
-from hvdlite.common.plain.setting import MIB
+from hvdlite.common.requests.entries import SegmentRun
+from hvdlite.common.requests.messages import Eviction, Report, Request, Response, Retune, Segment
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
+from hvdlite.common.settings.setting import MIB
 from tests.ranks import run_ranks
 
 ONE_HOST = Topology.single_host(4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlite.common.base.bitsets import NumberSet, mask_of
 from hvdlite.common.decisions.coordinator import Coordinator
-from hvdlite.common.plain.messages import (
+from hvdlite.common.requests.messages import (
     Carried,
     Departed,
     Order,

@@ -8,7 +8,7 @@ import pytest
 
 from hvdlite.common.base.bitsets import mask_of
 from hvdlite.common.decisions.crossed import crossed
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.messages import Request
 
 Waiting = dict[str, tuple[int, ...]]  # The missing ranks by what waits.
 TABLE: dict[str, tuple[Waiting, set[str]]] = {

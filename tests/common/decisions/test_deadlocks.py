@@ -11,7 +11,7 @@ from hvdlite.common.decisions.stall_inspector import (
     StallInspector,
     Waiting,
 )
-from hvdlite.common.plain.messages import WaitReply
+from hvdlite.common.requests.messages import WaitReply
 
 
 def waiting(**missing: tuple[int, ...]) -> list[Waiting]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.common.decisions.fusion import next_segments
-from hvdlite.common.plain.messages import Response
+from hvdlite.common.requests.messages import Response
 from tests.common.decisions.requests import request
 
 

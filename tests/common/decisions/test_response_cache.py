@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.decisions.response_cache import CoordinatorCache
-from hvdlite.common.plain.messages import Eviction, Report, Response, Segment
+from hvdlite.common.requests.messages import Eviction, Report, Response, Segment
 from tests.common.decisions.requests import new_coordinator, request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.coordinator import Coordinator
-from hvdlite.common.plain.messages import Report, Request, Response, Segment
+from hvdlite.common.requests.messages import Report, Request, Response, Segment
 from tests.common.decisions.requests import new_coordinator
 
 RECEIVER = 1

@@ -7,7 +7,7 @@ import pytest
 from hvdlite.common.collectives.native import short_call
 from hvdlite.common.engine import engine
 from hvdlite.common.engine.inbox import Inbox, _Engine
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.requests.entries import Entry
 from tests.short_calls import LIMIT_SECONDS
 
 

@@ -13,8 +13,8 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.engine.executor import Executor
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

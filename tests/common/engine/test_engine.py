@@ -15,11 +15,11 @@ from hvdlite.common.base import user_frames
 from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.decisions.stall_inspector import StallInspector, Waiting
 from hvdlite.common.engine import tree_links
-from hvdlite.common.plain.adapter import HOST_DEVICE
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Abort, Request, encode
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Abort, Request, encode
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.adapter import HOST_DEVICE
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 

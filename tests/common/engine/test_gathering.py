@@ -15,9 +15,9 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.inbox import ENOUGH_BYTES, MOST_CYCLES, Inbox, enough_bytes
 from hvdlite.common.engine.pending import PendingTable
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.wakeup import WakeUp
 from tests.ranks import run_ranks
 

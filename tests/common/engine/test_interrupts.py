@@ -11,9 +11,9 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.engine import engine, inbox, pending, short_calls
-from hvdlite.common.plain import handles
-from hvdlite.common.plain.config import Config
+from hvdlite.common.requests import handles
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 from tests.short_calls import begin, interrupted_after, until
 

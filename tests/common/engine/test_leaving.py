@@ -14,9 +14,9 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.api.process_group_calls import reduce
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -6,8 +6,8 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.engine.pending import PendingTable
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request
 
 LOST = HorovodInternalError("rank 1 is gone", rank=1)
 

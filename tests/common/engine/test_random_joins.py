@@ -18,8 +18,8 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.engine import tree_links
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.lists import split_rows
+from hvdlite.common.base.lists import split_rows
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 

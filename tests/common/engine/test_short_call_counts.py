@@ -18,7 +18,7 @@ from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.engine import pending, short_call_data
 from hvdlite.common.engine import short_calls as short_calls_module
 from hvdlite.common.engine.short_call_data import Record
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.requests.entries import Entry
 from hvdlite.common.runtime.current import current
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.ranks import run_ranks, run_threads

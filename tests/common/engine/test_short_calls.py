@@ -23,10 +23,10 @@ from hvdlite.common.collectives.base import Members, Reduction
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.native.short_call import Given, ShortExchange, set_data
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.ranks import run_ranks, run_threads
 from tests.short_calls import (

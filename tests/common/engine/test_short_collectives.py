@@ -15,14 +15,14 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.base.lists import split_rows
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Members
 from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.native.short_call import LARGE_BYTES, Given, ShortExchange
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.numpy_adapter import NumpyAdapter
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
+from hvdlite.common.tensors.numpy_adapter import NumpyAdapter
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.ranks import run_ranks, run_threads
 from tests.short_calls import (

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 import hvdlite
 import hvdlite.numpy as hvd
+from hvdlite.common.base.metrics import METRICS, Sample, pack, unpack
 from hvdlite.common.connections.orders import Order
 from hvdlite.common.iterations import orders
 from hvdlite.common.iterations.counts import Counts, ProcessFacts
 from hvdlite.common.iterations.live import counts_of
 from hvdlite.common.iterations.rows import IterationTimes
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.plain.metrics import METRICS, Sample, pack, unpack
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 
 ROOT = Path(hvdlite.__file__).parents[1]

@@ -9,7 +9,7 @@ from hvdlite.common.iterations.following import MOST_UNSETTLED, Following
 from hvdlite.common.iterations.live import counts_of
 from hvdlite.common.iterations.marks import IterationMarks, StepMarks
 from hvdlite.common.iterations.rows import IterationTimes
-from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ import hvdlite.numpy as hvd
 from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.iterations.rows import CsvFile, IterationRow, ParquetFile, read_rows
 from hvdlite.common.iterations.trace import trace_iterations
-from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.process_set_table import ProcessSetTable
+from hvdlite.common.requests.process_set_table import ProcessSetTable
 from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
 from hvdlite.common.runtime.process_sets import (
     ProcessSet,
 )
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks, run_threads
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hvdlite.common.membership.frames import World
-from hvdlite.common.plain.process_set_table import ProcessSetTable
+from hvdlite.common.requests.process_set_table import ProcessSetTable
 from hvdlite.common.runtime.elastic_worker import KeptSets
 from hvdlite.common.runtime.process_sets import ProcessSet
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.connect import Wish, choose_transport, wish_of
+from hvdlite.common.settings.config import Config
 
 FABRIC, ETHERNET = Wish("auto", "", True), Wish("auto", "", False)
 COLLECTIVES = Wish("auto", "HVDLITE_ALLREDUCE=mpi", False)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdlite.numpy as hvd
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.timeline import chrome_trace as trace_module
 from hvdlite.common.timeline import recorder as timeline_module
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank

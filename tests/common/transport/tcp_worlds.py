@@ -13,7 +13,7 @@ import numpy as np
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Challenge, Claim
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp.connections import Identity, Slot
 from hvdlite.common.transport.tcp.transport import TcpTransport

@@ -12,7 +12,7 @@ import pytest
 from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.connections import prove
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.tcp.connections import CONTROL_ONE_WAY, DATA, Identity, Slot
 from hvdlite.common.transport.tcp.transport import TcpTransport
 from tests.common.transport.tcp_worlds import (

@@ -16,7 +16,7 @@ import pytest
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import InProcessMeeting
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp import connect as connect_module
 from hvdlite.common.transport.tcp.connect import connect

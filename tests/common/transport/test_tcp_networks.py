@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.networks import Interface
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import InProcessMeeting
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp.connect import connect, listen_remote
 from hvdlite.common.transport.tcp.transport import TcpTransport

@@ -16,7 +16,7 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections import listener, prove
 from hvdlite.common.meeting.exchange import InProcessMeeting
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp import connections
 from hvdlite.common.transport.tcp.connect import connect

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import settings
+from hvdlite.common.settings.config import settings
 from hvdlite.launcher.command_line.flags import IGNORED, RENAMED, make_parser, parse_args
 from hvdlite.launcher.command_line.options import LaunchOptions, resolve
 from hvdlite.launcher.hosts.resources import cores

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.common.base.metrics import Sample, pack
 from hvdlite.common.connections.http_server import HttpServer
-from hvdlite.common.plain.metrics import Sample, pack
 from hvdlite.launcher.live.job_view import STALL, JobView
 from hvdlite.launcher.live.page import LivePage
 from hvdlite.launcher.live.snapshot import snapshot

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common.plain.metrics import METRICS, Sample, pack
+from hvdlite.common.base.metrics import METRICS, Sample, pack
 from hvdlite.launcher.live.job_view import MOST_EVENTS, MOST_MOMENTS, OTHER, STALL, JobView
 
 

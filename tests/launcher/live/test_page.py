@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.base.metrics import Sample, pack
 from hvdlite.common.connections import http_server
 from hvdlite.common.connections.http_server import HttpServer, Request
-from hvdlite.common.plain.metrics import Sample, pack
 from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.live_options import LiveOptions, live_options
 from hvdlite.launcher.live import live_view

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.metrics import JOB_METRICS, METRICS, PREFIX, Sample, pack
+from hvdlite.common.base.metrics import JOB_METRICS, METRICS, PREFIX, Sample, pack
 from hvdlite.launcher.command_line.live_options import LiveOptions
 from hvdlite.launcher.live.job_view import FAILURE, JobView
 from hvdlite.launcher.live.live_view import LiveView

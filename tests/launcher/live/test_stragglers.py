@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common.plain.metrics import METRICS
+from hvdlite.common.base.metrics import METRICS
 from hvdlite.launcher.live import stragglers
 from hvdlite.launcher.live.stragglers import LOOKS, SILENT_SECONDS, Pace, Straggler, Watch, find
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.metrics import Sample, pack
+from hvdlite.common.base.metrics import Sample, pack
 from hvdlite.launcher.live.job_view import STALL, JobView
 from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.live.stragglers import Straggler

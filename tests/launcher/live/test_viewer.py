@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdlite.common.plain.metrics import LONGEST_NAME
+from hvdlite.common.base.metrics import LONGEST_NAME
 from hvdlite.launcher.live.keyboard import keys_in
 from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.live.table import lines_of

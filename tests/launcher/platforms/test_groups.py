@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.launcher.agents.group_agents import make_group, threads_per_core
 from hvdlite.launcher.command_line.launcher_choice import JSRUN, MPIRUN, SRUN, SSH, choose_launcher
 from hvdlite.launcher.platforms.batch_systems import find_allocation

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.connections import client, outside
 from hvdlite.ps.scheduler import running as scheduler_running
 from hvdlite.ps.server import running as server_running

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 from tests.simulation.lines import Wire
 from tests.simulation.start import net as nets
 from tests.simulation.world import Action, KilledThread, Process, in_a_thread

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlite.common.base.lists import split_rows
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.adapter import HOST_DEVICE
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.lists import split_rows
-from hvdlite.common.plain.messages import NO_RANK, Request
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import NO_RANK, Request
+from hvdlite.common.requests.process_set_table import GLOBAL_ID
+from hvdlite.common.tensors.adapter import HOST_DEVICE
 
 Array = NDArray[Any]
 

@@ -15,7 +15,7 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.engine import engine, stall_watch, tree_links
 from hvdlite.common.engine.inbox import ENOUGH_BYTES
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from tests.simulation.ranks.programs import (
     Kill,
     Program,

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.messages import SMALLEST_PIECE, Retune
+from hvdlite.common.requests.messages import SMALLEST_PIECE, Retune
 from tests.simulation.lines import NO_LIMIT
 from tests.simulation.ranks.calls import Call, Message
 from tests.simulation.start.programs import Start, make_start

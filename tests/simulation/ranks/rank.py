@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.engine.engine import Engine
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.requests.entries import SegmentRun
+from hvdlite.common.settings.config import Config
 from hvdlite.common.timeline.recorder import Timeline
 from tests.simulation.ranks.programs import Quit
 from tests.simulation.ranks.script import BLAME, ENDS, Script, Step

@@ -10,9 +10,9 @@ import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.engine.engine import Engine
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from tests.simulation.ranks.calls import Call, Tensor
 from tests.simulation.ranks.programs import Epoch
 from tests.simulation.world import BrokenError

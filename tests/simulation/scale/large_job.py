@@ -28,10 +28,10 @@ from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request, Segment
-from hvdlite.common.plain.process_set_table import ProcessSetTable
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request, Segment
+from hvdlite.common.requests.process_set_table import ProcessSetTable
+from hvdlite.common.settings.config import Config
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Incoming
 from tests.simulation.lines import Line, Wire

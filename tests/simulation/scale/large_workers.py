@@ -22,9 +22,9 @@ from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.membership.frames import World as Members
 from hvdlite.common.membership.frames import read_world
 from hvdlite.common.membership.link import LinkExchange
-from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.messages import PROTOCOL_VERSION, installed_version
+from hvdlite.common.requests.messages import PROTOCOL_VERSION, installed_version
 from hvdlite.common.runtime.elastic_worker import KeptSets
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.bootstrap import HELLO, MAGIC, Gathering
 from hvdlite.common.transport.tcp import connect as tcp
 from hvdlite.common.transport.tcp.addresses import Card, Endpoint

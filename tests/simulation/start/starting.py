@@ -13,8 +13,8 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.launch import OWN, Launch
 from hvdlite.common.meeting.meet import ServedMeeting
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.connect import SECRET, connect
+from hvdlite.common.settings.config import Config
 from tests.simulation.start import outside
 from tests.simulation.start.laws import AGREE, ENDS, LEFT, PROGRESS, Rank, look_at, watched
 from tests.simulation.start.net import Host, Net, Node, here

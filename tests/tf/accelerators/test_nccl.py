@@ -23,8 +23,8 @@ from hvdlite.common.devices.nccl.communicator import NcclCommunicator
 from hvdlite.common.devices.nccl.context import CudaContext
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.engine.engine import Engine
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from hvdlite.tf.accelerators import library as gpu_library
 from hvdlite.tf.accelerators.library import (
     Accelerator,

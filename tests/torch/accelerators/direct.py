@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hvdlite.common.api.forms import Forms
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.accelerators.context import HostStreams
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner

@@ -12,8 +12,8 @@ import torch
 from fake_accelerator import FakeLibrary
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.devices import libraries
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
 from tests.ranks import run_ranks

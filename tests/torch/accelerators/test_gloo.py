@@ -8,9 +8,9 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
 from hvdlite.torch.mpi_ops import forms as hvd_forms

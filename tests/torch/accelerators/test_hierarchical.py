@@ -12,8 +12,8 @@ import hvdlite.torch as hvd
 from fake_accelerator import FakeLibrary
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.devices.communicators import layers_of
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.accelerators.context import TorchContext
 from tests.common.devices.nccl.fake import Fake
 from tests.torch.accelerators.direct import CountingDevice, on_devices

@@ -23,8 +23,8 @@ from hvdlite.common.devices.nccl.context import CudaContext, CudaEvent
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.devices.nccl.library import KIND, CudaFramework, NcclLibrary
 from hvdlite.common.engine.engine import Engine
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.accelerators.context import DTYPES
 from hvdlite.torch.accelerators.graphs import GraphCollectives
 from hvdlite.torch.adapter import TorchAdapter

@@ -20,7 +20,7 @@ from fake_accelerator.streams import FakeModule
 from hvdlite.common.devices.nccl.context import CudaContext
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.devices.plane import DeviceClock
-from hvdlite.common.plain.entries import SegmentRun
+from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from hvdlite.tools.timeline_plot import collect
 from hvdlite.tools.timeline_reader import check

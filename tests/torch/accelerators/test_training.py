@@ -16,8 +16,8 @@ from torch import nn
 import hvdlite.torch as hvd
 from fake_accelerator import FakeLibrary
 from fake_accelerator.streams import FakeModule
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 from tests.torch.accelerators.direct import GLOO, CountingDevice, take_the_way_of_a_device
 from tests.torch.accelerators.fakes import ON_HOST, Rank, on_fake, wait_for

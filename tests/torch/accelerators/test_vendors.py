@@ -13,7 +13,7 @@ import torch.distributed as dist
 import hvdlite.torch as hvd
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.devices import libraries
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.torch.accelerators import c10d
 from hvdlite.torch.device_modules import accelerator_kind
 from hvdlite.torch.devices import HOST_AS_DEVICE

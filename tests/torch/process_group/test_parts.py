@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import hvdlite.torch as hvd
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.entries import Entry
+from hvdlite.common.requests.messages import Request
 from hvdlite.torch.process_group import checks, registration, rendezvous
 from hvdlite.torch.process_group.arguments import as_lists, op_of, root_of, timeout_of, translate
 from hvdlite.torch.process_group.tensors import overlap

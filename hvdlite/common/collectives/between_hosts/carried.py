@@ -23,8 +23,8 @@ from hvdlite.common.collectives.between_hosts.costs import MOST_CARRIED, MOST_CA
 from hvdlite.common.collectives.between_hosts.schedules import doublings
 from hvdlite.common.collectives.kernels import Arithmetic, convert
 from hvdlite.common.collectives.table import SPECS, reduction_of
-from hvdlite.common.plain.adapter import HOST_DEVICE, numpy_dtype
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.tensors.adapter import HOST_DEVICE, numpy_dtype
 
 
 def may_be_carried(request: Request, nbytes: int, topology: Topology) -> bool:

@@ -37,7 +37,7 @@ from hvdlite.common.devices.nccl.binding import (
     UniqueId,
     not_blocking,
 )
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 20e-6, 5e-4
 CLOSE_SECONDS = 5.0

@@ -23,7 +23,7 @@ from hvdlite.common.devices.nccl.cudart import (
     CudaRuntime,
 )
 from hvdlite.common.meeting.placement import host_identity
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import do_nothing
 
 log = logging.getLogger("hvdlite")

@@ -13,7 +13,7 @@ from hvdlite.common.devices.nccl.binding import DTYPES, OPS, Nccl
 from hvdlite.common.devices.nccl.communicator import Forms, NcclCommunicator
 from hvdlite.common.devices.nccl.context import CudaContext, DeviceMemory
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 
 NAME = "nccl"
 KIND = "cuda"

@@ -21,7 +21,7 @@ from hvdlite.common.connections.liveness import Liveness
 from hvdlite.common.connections.loop import READ, Loop
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.placement import THREAD_NETWORK, boot_id, network_namespace
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.bootstrap import Gathering, exchange_versions, raise_first
 from hvdlite.common.transport.tcp.addresses import (
     AddressBook,

@@ -14,7 +14,7 @@ from hvdlite.common.devices.nccl.communicator import NcclCommunicator
 from hvdlite.common.devices.nccl.context import CudaContext, DeviceMemory
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.devices.nccl.library import CudaFramework, NcclLibrary
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 from tests.ranks import run_threads
 
 Array = np.ndarray[Any, Any]

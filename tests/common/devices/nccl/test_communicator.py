@@ -14,7 +14,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.devices.nccl.binding import DTYPES, IN_PROGRESS, NcclError
 from hvdlite.common.devices.nccl.context import CudaContext
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
-from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import numpy_dtype
 from tests.common.devices.nccl.fake import Array, Fake, Member, run_members, values_of
 from tests.ranks import run_threads
 

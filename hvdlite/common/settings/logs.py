@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from hvdlite.common.plain.config import Config
+from hvdlite.common.settings.config import Config
 
 log = logging.getLogger("hvdlite")
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.common.plain.numpy_adapter import NumpyAdapter
+from hvdlite.common.tensors.numpy_adapter import NumpyAdapter
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bool", "complex128", ml_dtypes.bfloat16])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.plain.numpy_adapter import NumpyAdapter
-from hvdlite.common.plain.result_memory import LEAST_BYTES, ResultMemory, result_memory
+from hvdlite.common.tensors.numpy_adapter import NumpyAdapter
+from hvdlite.common.tensors.result_memory import LEAST_BYTES, ResultMemory, result_memory
 from tests.ranks import run_ranks
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.nodelist import expand_counts, expand_nodelist
+from hvdlite.common.meeting.nodelist import expand_counts, expand_nodelist
 
 LISTS = {
     "": [],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import Config, settings
-from hvdlite.common.plain.setting import MIB, Setting, name_list
+from hvdlite.common.settings.config import Config, settings
+from hvdlite.common.settings.setting import MIB, Setting, name_list
 
 ALL = list(settings())
 # A text setting takes any text; everything else refuses these.

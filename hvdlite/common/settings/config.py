@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.setting import (
+from hvdlite.common.segmentation.strategies import JOB_THRESHOLD_BYTES
+from hvdlite.common.settings.setting import (
     MIB,
     PREFIX,
     Setting,
@@ -28,7 +29,6 @@ from hvdlite.common.plain.setting import (
     setting,
     trace_path,
 )
-from hvdlite.common.segmentation.strategies import JOB_THRESHOLD_BYTES
 
 # The settings of collectives, and of what watches them: fusion, timeline, tuning, stalls.
 DATA_PLANES = ("auto", "shm", "ring", "mpi")

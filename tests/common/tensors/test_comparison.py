@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlite.common.api.objects import GatherByRank
-from hvdlite.common.plain.comparison import (
+from hvdlite.common.tensors.comparison import (
     BLOCK_BYTES,
     Compared,
     compare,
@@ -17,7 +17,7 @@ from hvdlite.common.plain.comparison import (
     of_array,
     sums_of,
 )
-from hvdlite.common.plain.numpy_adapter import Array
+from hvdlite.common.tensors.numpy_adapter import Array
 from tests.ranks import run_ranks
 
 

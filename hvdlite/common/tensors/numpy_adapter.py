@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, Place, TensorSpec
-from hvdlite.common.plain.result_memory import result_memory
+from hvdlite.common.tensors.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, Place, TensorSpec
+from hvdlite.common.tensors.result_memory import result_memory
 
 Array = NDArray[Any]
 

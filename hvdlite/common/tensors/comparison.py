@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdlite.common.plain.adapter import numpy_dtype
-from hvdlite.common.plain.numpy_adapter import Array
+from hvdlite.common.tensors.adapter import numpy_dtype
+from hvdlite.common.tensors.numpy_adapter import Array
 
 BLOCK_WORDS = 1024
 BLOCK_BYTES = 8 * BLOCK_WORDS

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from hvdlite.common.plain.handles import Event, Handle
-from hvdlite.common.plain.messages import NO_BIT, Request, Response
+from hvdlite.common.requests.handles import Event, Handle
+from hvdlite.common.requests.messages import NO_BIT, Request, Response
 
 Array = NDArray[Any]
 

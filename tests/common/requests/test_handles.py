@@ -14,7 +14,7 @@ from hvdlite.common.base.errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
 )
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.requests.handles import Handle
 
 pytestmark = pytest.mark.timeout(120)
 

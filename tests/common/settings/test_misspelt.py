@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.common.plain.config import misspelt, settings
+from hvdlite.common.settings.config import misspelt, settings
 from tests.parallel.jobs import run_command
 
 PACKAGE = Path(hvdlite.__file__).parent

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.plain.messages import (
+from hvdlite.common.requests.messages import (
     Abort,
     Capabilities,
     Carried,

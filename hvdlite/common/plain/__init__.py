@@ -1,1 +1,0 @@
-"""Plain data: messages, settings, entries, handles, and the adapter for numpy arrays."""
