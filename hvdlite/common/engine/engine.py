@@ -27,9 +27,9 @@ from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.decisions.process_sets import change_sets
 from hvdlite.common.devices.agreement import capabilities
+from hvdlite.common.devices.data_plane import DevicePlane
 from hvdlite.common.devices.hierarchy import HostPaths
 from hvdlite.common.devices.libraries import find_libraries
-from hvdlite.common.devices.plane import DevicePlane
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.executor import CarriedData, Executor
 from hvdlite.common.engine.inbox import Inbox, enough_bytes

@@ -17,9 +17,9 @@ import hvdlite.torch as hvd
 from fake_accelerator import FakeLibrary
 from fake_accelerator.communicator import FakeCommunicator
 from fake_accelerator.streams import FakeModule
+from hvdlite.common.devices.data_plane import DeviceClock
 from hvdlite.common.devices.nccl.context import CudaContext
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
-from hvdlite.common.devices.plane import DeviceClock
 from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from hvdlite.tools.timeline_plot import collect
