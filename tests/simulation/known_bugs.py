@@ -237,6 +237,11 @@ def a_load_is_made_by_who_leads_it_alone(real: Any, self: ServerCheckpoints, new
     """Who is lost between two servers leaves one of them with what it had."""
 
 
+@bug(Clocks, "stand", PS_BUGS)
+def a_load_leaves_workers_at_their_steps(real: Any, self: Clocks, *words: Any) -> None:
+    """A step that one server alone had before the load is missing there for good."""
+
+
 @bug(Server, "save_next", PS_BUGS)
 def the_restart_of_a_server_amid_scaling(real: Any, self: Server, saved: Any) -> None:
     """It is ready for the next layout before its tables of that are on disk."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
+from hvdlite.checkpoint import manifest
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.server import saved_files
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.updater import Added, Updater
 from tests.ps.test_tables import Momentum
@@ -28,6 +31,17 @@ def gradients_of(step: int, worker: int) -> list[Array]:
 
 def first_values() -> list[Array]:
     return [np.arange(spec.size, dtype=np.float64) for spec in SPECS]
+
+
+def loaded(folder: Path) -> tuple[list[Array], int]:
+    """Return the values of a checkpoint, and its steps, whichever servers have saved it."""
+    values = [np.full(spec.size, np.nan) for spec in SPECS]
+    for file in folder.glob(f"*{saved_files.SUFFIX}"):
+        saved = saved_files.read(file)
+        for block, array in zip(saved.described.blocks, saved.saved.values, strict=True):
+            block.scatter(array, values, saved.described.first_key)
+    about = manifest.read(folder / manifest.MANIFEST).values["parameter_server"]
+    return values, about["tables"]["t"]["steps"]
 
 
 class Oracle:

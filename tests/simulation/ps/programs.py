@@ -31,7 +31,8 @@ class Blow:
 
     @property
     def target(self) -> str:
-        return self.other if self.of and self.other else self.node
+        is_between = self.kind in ("cut", "stall")
+        return self.other if self.of and self.other and not is_between else self.node
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class PsProgram:
     blows: tuple[Blow, ...] = ()
     scales: tuple[tuple[int, int], ...] = ()  # Step -> servers that worker 0 lets be left.
     saves: tuple[int, ...] = ()  # Steps before which worker 0 saves.
-    # In sync: the step before which worker 0 saves, and that at which all load it, each once.
+    # The step before which worker 0 saves, and that at which all load it, each once.
     back: tuple[int, int] | None = None
     follows: PsProgram | None = None  # The job whose checkpoint this one loads first.
     proves: bool = False  # Its connections are the real ones, with proofs.
@@ -148,8 +149,8 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
 
 
 def _with_load(lot: random.Random, program: PsProgram) -> PsProgram:
-    """Let some jobs of sync go back amid training, and nodes be struck while they do."""
-    if program.mode != SYNC or program.follows is not None or lot.random() < 0.4:
+    """Let some jobs go back amid training, and nodes be struck while they do."""
+    if program.follows is not None or lot.random() < (0.4 if program.mode == SYNC else 0.7):
         return program
     saved, loaded = sorted(lot.sample(range(program.steps), 2))
     blows = []
@@ -166,6 +167,12 @@ def _with_load(lot: random.Random, program: PsProgram) -> PsProgram:
         blows.append(
             Blow(at, kind, node, struck, seconds * lot.random(), lot.choice((1, 2, 3)), of)
         )
+    if program.mode != SYNC and lot.random() < 0.5:  # A push comes to some servers alone.
+        node, sends = lot.choice(workers), lot.randint(1, program.servers * (loaded + 1))
+        seconds = lot.choice((0.01, 0.3, 2.0)) * lot.random()
+        at = program.latency * lot.choice((0, 1, 4)) * lot.random()
+        blows.append(Blow(0.0, "cut", node, lot.choice(servers), seconds, sends, "push"))
+        blows.append(Blow(at, "kill", node, "", 0.3 * lot.random(), sends, "push"))
     return replace(program, back=(saved, loaded), blows=(*program.blows, *blows))
 
 

@@ -10,14 +10,16 @@ import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.settings import SERVER, WORKER, ClusterSettings
+from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.scheduler.checkpoint_order import LOAD
 from hvdlite.ps.tables.clocks import SSP, SYNC
 from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
 from tests.simulation.ps.nodes import Node, here
-from tests.simulation.ps.oracle import SPECS, Oracle, first_values, gradients_of
+from tests.simulation.ps.oracle import SPECS, Oracle, first_values, gradients_of, loaded
 from tests.simulation.ps.programs import PsProgram
 from tests.simulation.world import BrokenError, World
 
@@ -28,6 +30,9 @@ RESULTS, PROGRESS, STALENESS, ENDS, LEFT = (
     "the job ends by the rules",
     "no process, file or descriptor is left",
 )
+
+
+MEETING_SECONDS = 5.0  # After which a worker that waits for others looks whether they can come.
 
 
 class Training:
@@ -51,6 +56,8 @@ class Training:
         worker = Worker(settings, number=number)
         values = first_values()
         table = worker.declare("t", SPECS, program.options, lambda: values)
+        # In the other modes, workers go on where they are when all go back.
+        repeats = program.back is None or program.mode == SYNC
         if program.follows is not None:
             checkpoints.load(worker, self.folder / "saved")
         if program.back is not None and table.clock > program.back[1]:
@@ -61,7 +68,7 @@ class Training:
                 if program.back is not None and table.clock == program.back[1] and not worker.loads:
                     self._load(worker, table)
                     table.pull(values)
-                step = table.clock + table.steps_before
+                step = table.clock + (table.steps_before if repeats else 0)
                 self._check_pull(number, step, values)
                 if number == 0:
                     self._ask(worker, step)
@@ -79,9 +86,9 @@ class Training:
                     raise BrokenError(RESULTS, f"{WORKER} {number} goes back: {error}") from error
         self.world.tell(f"{WORKER} {number}", "has made all steps")
         self.done.add(number)
-        self._meet(number)
+        self._meet(worker)
         table.pull(values)
-        self._check_result(number, values)
+        self._check_result(worker, values)
         self.leaves = True
         worker.leave()
 
@@ -133,34 +140,52 @@ class Training:
                         raise
                     self.world.tell(f"{WORKER} 0", f"is refused: {error}")
 
-    def _meet(self, number: int) -> None:
+    def _meet(self, worker: Worker) -> None:
         """Wait until all workers have made their steps, without a word to the servers."""
-        task = here.task
         for node in self.nodes.values():
             for each in node.tasks:
                 each.poke()
-        task.sleep_until(lambda: len(self.done) == self.program.workers)
+        # Where the cluster has failed, nobody else tells this thread.
+        while len(self.done) < self.program.workers and not worker.failure:
+            here.task.sleep_until(lambda: len(self.done) == self.program.workers, MEETING_SECONDS)
 
     def _check_pull(self, number: int, clock: int, values: Sequence[Array]) -> None:
         self.progress = self.world.now
         program = self.program
         if program.mode == SYNC and not program.loses:
-            self._compare(f"{WORKER} {number}, step {clock}", values, clock)
+            wanted = self._oracle.versions[clock]
+            self._compare(f"{WORKER} {number}, step {clock}", values, wanted)
         if program.mode == SSP and not program.loses and program.staleness is not None:
             slowest = min(self.begun.values())
             if slowest < clock - program.staleness:
                 text = f"{WORKER} {number} begins step {clock}, and others are at {self.begun}"
                 raise BrokenError(STALENESS, text)
 
-    def _check_result(self, number: int, values: Sequence[Array]) -> None:
+    def _check_result(self, worker: Worker, values: Sequence[Array]) -> None:
         program = self.program
         # What was loaded may be lost with a server before a worker has pulled it.
         has_loaded = program.follows is not None and not program.every
         exact = program.mode == SYNC and not program.momentum and not has_loaded
         if exact or not program.loses:
-            self._compare(f"{WORKER} {number}, the result", values, self.program.steps)
+            wanted = self._oracle.versions[program.steps]
+            if program.back is not None and program.mode != SYNC:
+                wanted = self._after_load(worker)
+            self._compare(f"{WORKER} {worker.number}, the result", values, wanted)
 
-    def _compare(self, where: str, values: Sequence[Array], steps: int) -> None:
-        for found, right in zip(values, self._oracle.versions[steps], strict=True):
+    def _after_load(self, worker: Worker) -> list[Array]:
+        """Return what was loaded, if anybody has, with all pushes of after the load."""
+        asked = Message("turn", body={"what": LOAD, "number": 0, "late": True})
+        answer = worker.ask(asked).body
+        if not answer["loads"]:
+            return self._oracle.versions[self.program.steps]
+        saved, steps = loaded(self.folder / "back")
+        _, of_workers = answer["steps"]["t"]
+        for number, before in of_workers:
+            for step in range(steps - before, self.program.steps):
+                saved = [a + b for a, b in zip(saved, gradients_of(step, number), strict=True)]
+        return saved
+
+    def _compare(self, where: str, values: Sequence[Array], wanted: Sequence[Array]) -> None:
+        for found, right in zip(values, wanted, strict=True):
             if not np.array_equal(found, right):
                 raise BrokenError(RESULTS, f"{where}: {found.tolist()} instead of {right.tolist()}")
