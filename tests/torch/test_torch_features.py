@@ -221,7 +221,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_data_loader_workers_are_no_ranks(method: str, tmp_path: Any) -> None:
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"this system cannot start processes by {method}")
