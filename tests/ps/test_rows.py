@@ -15,13 +15,16 @@ from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import Registry, TableOptions
-from hvdlite.ps.tables.row_store import RowsSpec, RowStore, first_rows
-from hvdlite.ps.tables.row_table import AddedRows, add_rows, merge_repeated
+from hvdlite.ps.tables.clocks import SYNC, Mode
+from hvdlite.ps.tables.description import TableDescription, describe_table
+from hvdlite.ps.tables.row_store import RowShare, RowsSpec, RowStore, first_rows
+from hvdlite.ps.tables.row_table import AddedRows, RowTable, add_rows, merge_repeated
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.server_link import ServerLink
 from tests.ps.test_training import RunningServer, in_threads
 
 SPEC = RowsSpec(50, 3, "float64", seed=7)
+IDS = np.array([1, 2, 5, 7])
 
 
 def test_first_values_depend_on_seed_name_and_row_alone() -> None:
@@ -95,6 +98,38 @@ def test_workers_rows_are_added_in_their_order() -> None:
     ids, total = add_rows(terms, average=False)
     assert (ids.tolist(), total.tolist()) == ([1, 4, 6], [[1.0], [0.0], [5.0]])
     assert add_rows(terms[:2], average=True)[1].tolist() == [[0.5], [2.0**59], [2.5]]
+
+
+def test_a_server_that_returns_has_the_rows_of_the_step_before() -> None:
+    """Another server lacks that step, so that a worker which comes again makes it again."""
+    share = RowShare(SPEC, 0, 1)
+    body = describe_table([], [], Mode(SYNC), average=False, rows=share)
+
+    def new_table() -> RowTable:
+        described = TableDescription("r", body)
+        return RowTable(described, AddedRows(RowStore("r", SPEC)), incarnation=1)
+
+    def start(table: RowTable) -> None:
+        table.start(b"w", 0, Message("start", body={"worker": 0}), [0])
+
+    def pulled(table: RowTable, clock: int) -> Array:
+        (answer,) = table.pull(b"w", 0, Message("pull", clock=clock, payloads=[IDS.tobytes()]))
+        return np.frombuffer(answer.message.payloads[0]).reshape(-1, SPEC.length)
+
+    first, saved, wanted = new_table(), [], []
+    start(first)
+    for step, ids in enumerate([[1, 2], [2, 5]]):
+        rows = np.full((2, SPEC.length), step + 1.0)
+        payloads = [np.array(ids).tobytes(), rows.tobytes()]
+        first.push(b"w", 0, Message("push", clock=step, payloads=payloads))
+        saved.append(first.copy())
+        wanted.append(pulled(first, step + 1))
+    table = new_table()
+    table.restore(saved[1])
+    table.remember(saved[0])
+    start(table)
+    np.testing.assert_array_equal(pulled(table, 1), wanted[0])
+    np.testing.assert_array_equal(pulled(table, 2), wanted[1])
 
 
 class RowServer(RunningServer):

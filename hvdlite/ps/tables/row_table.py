@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from hvdlite.ps.connections.messages import Answer, Message
 from hvdlite.ps.layouts.blocks import Array, dtype_of
+from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.row_store import RowShare, RowStore
-from hvdlite.ps.tables.table import Table
+from hvdlite.ps.tables.table import Saved, Table
 from hvdlite.ps.tables.updater import Updater, wide_dtype
 
 
@@ -80,6 +81,18 @@ class RowTable(Table):
     def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
         super().replace(values, state)
         self._before = None
+
+    def remember(self, saved: Saved) -> None:
+        """See `Table`. Rows that were made since had their first values then."""
+        if self.clocks.mode.name == SYNC:
+            ids, rows = saved.values
+            before = RowStore(self.name, self.rows.spec)
+            before.load(ids, rows.reshape(-1, self.rows.spec.length), {})
+            ids = np.sort(self.updater.values()[0])
+            places = before.places(ids)
+            old = before.values[places]
+            is_other = (old != self.updater.take(ids)).any(axis=1)
+            self._before = saved.version, ids[is_other], old[is_other]
 
     def look(self, workers: Collection[int]) -> list[Answer]:
         """Begin when the first worker has come: no worker has values that are needed."""
