@@ -146,6 +146,7 @@ def test_a_server_that_has_lost_a_step_which_is_made_again_rolls_nobody_back() -
     shard.on_rollback = heard.append
     shard.start(heard.append)
     shard.receive(Message("started", 1, "t", 0, body={"clock": 1}))
+    shard.stand_at(1)
     heard.clear()
     shard.come_again()
     assert sent[-1].body["clock"] == 1

@@ -20,7 +20,7 @@ from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.worker import checkpoints
-from hvdlite.ps.worker.shard import PsRolledBack
+from hvdlite.ps.worker.shard import PsRolledBack, Shard
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import Cluster, Trainer, in_threads, trainers, wait_until
 from tests.ps.test_layout_changes import add_ones, added_up
@@ -216,3 +216,23 @@ def test_a_server_that_comes_amid_a_load_knows_of_it(
         in_threads(*[partial(trainer.table.pull, trainer.values) for trainer in pair])
         assert [added_up(trainer) for trainer in pair] == [{2.0}] * 2
         cluster.restart_server(2)
+
+
+def test_a_worker_that_has_not_heard_of_all_servers_believes_the_last_word_of_each() -> None:
+    """A load undoes what one server had said before, and that server comes again after it."""
+    sent: list[Message] = []
+
+    def send(message: Message) -> int:
+        sent.append(message)
+        return len(sent)
+
+    shard = Shard("t", 0, 0, {}, list, send)
+    shard.start(lambda _answer: None)
+    shard.receive(Message("started", 1, "t", 0, body={"clock": 2}))
+    shard.come_again()
+    assert "clock" not in sent[-1].body
+    shard.receive(Message("started", 2, "t", 0, body={"clock": 1}))
+    assert shard.clock == 1
+    shard.stand_at(shard.clock)
+    shard.come_again()
+    assert sent[-1].body["clock"] == 1

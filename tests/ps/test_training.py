@@ -98,6 +98,8 @@ class Trainer:
             self.shards.append(shard)
         self.wait([self.ask(shard.start) for shard in self.shards])
         self.step = self.shards[0].clock
+        for shard in self.shards:
+            shard.stand_at(self.step)
 
     def ask(self, call: Any, *words: Any) -> Handle:
         return self.client.ask(lambda done: call(*words, done))

@@ -49,6 +49,7 @@ class Shard:
         # The clock that the server has given first, or had when another one lost steps. Steps
         # before it are made again, and the server that has them must not let them count twice.
         self._first_clock = 0
+        self._stands = False  # At its clock, which is that of the other servers.
         self.operations = OrderedOperations()  # Pushes and pulls of which nobody awaits each.
         self.layout = layout  # Its version, in which the server is to know the table.
         self._description = dict(description)
@@ -82,6 +83,10 @@ class Shard:
             self._say_start()
         else:
             self._fail_all(self._error)
+
+    def stand_at(self, clock: int) -> None:
+        """Go on at a step, when all servers have said at which this worker takes part."""
+        self.clock, self._stands = clock, True
 
     def enter_at(self, clock: int, done: Callable[[Message | Exception], None]) -> None:
         """Take part from the step `clock` on, which is a later one than the server has given."""
@@ -137,6 +142,7 @@ class Shard:
     ) -> None:
         """Stand where `other` is, which is a shard of an older layout, with the values `pulled`."""
         self.clock, self._numbers, self.is_used = other.clock, other._numbers, True
+        self._stands = True
         self.version, self.pulled = (version, pulled) if pulled is not None else (-1, None)
         self.load = load
 
@@ -184,7 +190,7 @@ class Shard:
     def go_back(self, error: PsRolledBack) -> None:
         """Go back to the step that another server has lost; what waits here fails with `error`."""
         if error.version < self.clock:
-            self._first_clock = max(self._first_clock, self.clock)
+            self._first_clock, self._stands = max(self._first_clock, self.clock), True
             self.pulled, self.version, self.clock = None, -1, error.version
             self._extra = {"goes_back": error.version}
             self._fail_all(error)
@@ -243,14 +249,7 @@ class Shard:
             self._started = True
             self._extra = {}
             self._of = message.body.get("of")
-            first = self._on_start
-            if first is not None:
-                self._on_start = None
-                self.clock = self._first_clock = message.body["clock"]
-                first(message)
-            elif message.body["clock"] > self._first_clock:
-                # The others have gone on without this worker, where its clock is a later one.
-                self.clock = max(self.clock, message.body["clock"])
+            self._take_clock(message)
             for word in ("push", "pull"):
                 self._send_again(word)
         elif message.kind == "restarted":  # The table has begun, or awaits another's values.
@@ -272,6 +271,17 @@ class Shard:
             self.fail(HorovodInternalError(self._words(message)))
         elif message.kind == "moved":
             self._fail_all(MovedError())
+
+    def _take_clock(self, message: Message) -> None:
+        clock: int = message.body["clock"]
+        first, self._on_start = self._on_start, None
+        if first is not None or not self._stands:
+            self.clock = self._first_clock = clock
+            if first is not None:
+                first(message)
+        elif clock > self._first_clock:
+            # The others have gone on without this worker, where its clock is a later one.
+            self.clock = max(self.clock, clock)
 
     # -- parts
 
@@ -298,7 +308,7 @@ class Shard:
             "numbers": self._numbers, "first": self.first,
             "load": self.load if self.version >= 0 else 0, **self._extra,
         }  # fmt: skip
-        if self._on_start is None:
+        if self._stands:  # Else the server tells: a load may have undone what it had said before.
             body["clock"] = self.clock if self._push is None else self._push.message.clock
         self._ids.clear()
         self._note("start", Message("start", 0, self.table, 0, self.layout, body))

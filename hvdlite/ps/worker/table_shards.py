@@ -165,11 +165,13 @@ class TableShards:
         if known and (self.is_sync or max(new, default=0) <= min(known)):
             self.is_half_pushed = top > self.clock
             for shard in self._shards:
-                shard.clock = self.clock
+                shard.stand_at(self.clock)
             return
         behind = [shard for shard in self._shards if shard.clock < top]
         for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
             handle.wait()
+        for shard in self._shards:
+            shard.stand_at(shard.clock)
 
     def _offer(self, wanted: Shard) -> None:
         """Give first values to a server, in the client; before, to those that have others.

@@ -8,6 +8,16 @@ from tests.simulation.ps.job import play_ps
 from tests.simulation.ps.programs import Blow, PsProgram
 
 FOUND = {
+    # A worker had heard of a step at one server before a load undid it, and said so to that server
+    # when it came again, so that a push was not counted there.
+    "a server comes again after a load of which a worker that starts has not heard": PsProgram(
+        2042432, 2, 3, "async", None, 2, every=1, back=(0, 1),
+        blows=(
+            Blow(0.3238780890932653, "kill", "server 1", "scheduler", 0.006180501292145514),
+            Blow(0.0, "cut", "worker 2", "server 0", 0.053816629212462365, 3, "push"),
+            Blow(0.0, "kill", "worker 2", seconds=0.01818252018751656, sends=3, of="push"),
+        ),
+    ),
     # A server that had lost all took the number of its updates for the steps of workers of ssp.
     "updates are taken for steps": PsProgram(
         620, 2, 2, "ssp", 0, 4, latency=1e-4, pause=0.3,
