@@ -31,6 +31,7 @@ from hvdlite.ps.server.checkpoints import ServerCheckpoints
 from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import Clocks
+from hvdlite.ps.tables.row_table import RowTable
 from hvdlite.ps.worker.shard import Shard
 from tests.simulation.ps import disks
 from tests.simulation.ranks.transport import Network
@@ -289,6 +290,9 @@ ELASTIC_BUGS["a folder stays on a host that was not reached"] = lambda: patch.ob
 )
 ELASTIC_BUGS["workers outlive the loss of the launcher"] = lambda: patch.object(
     Agent, "_end_ranks", lambda self, patience_seconds: None
+)
+PS_BUGS["rows of the step before are forgotten"] = lambda: patch.object(
+    RowTable, "_keep", lambda self, gradients: None
 )
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
     disks, "sync", lambda file: None

@@ -197,6 +197,8 @@ def _smaller_ps(program: PsProgram) -> Iterator[PsProgram]:
         yield replace(program, blows=_without(program.blows, number))
     if program.proves:
         yield replace(program, proves=False, visitors=())
+    if program.rows:
+        yield replace(program, rows=False)
     for name in ("scales", "saves", "visitors"):
         for number in range(len(getattr(program, name))):
             yield replace(program, **{name: _without(getattr(program, name), number)})

@@ -109,7 +109,7 @@ class PsJob(Training):
         if role == SCHEDULER:
             node.start(partial(run_scheduler, settings))
         elif role == SERVER:
-            node.start(partial(run_server, settings, lambda _described: new_updater(self.program)))
+            node.start(partial(run_server, settings, partial(new_updater, self.program)))
         else:
             node.start(partial(self.train, settings, int(number)))
 

@@ -12,10 +12,15 @@ from hvdlite.checkpoint import manifest
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.server import saved_files
 from hvdlite.ps.tables.clocks import SYNC
+from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.row_store import ZEROS, RowsSpec, RowStore
+from hvdlite.ps.tables.row_table import AddedRows
 from hvdlite.ps.tables.updater import Added, Updater
 from tests.ps.test_tables import Momentum
 from tests.simulation.ps.programs import PsProgram
 
+ROWS = RowsSpec(5, 2, "float64", initializer=ZEROS)
+ALL_ROWS = TensorSpec("r", "float64", (5, 2))
 SPECS = [TensorSpec("a", "float64", (7,)), TensorSpec("b", "float64", (3, 2))]
 
 
@@ -27,6 +32,14 @@ def gradients_of(step: int, worker: int) -> list[Array]:
     for array in arrays:
         array.flags.writeable = False  # They are asked for again.
     return arrays
+
+
+@lru_cache(maxsize=256)
+def rows_of(step: int, worker: int) -> tuple[Array, Array]:
+    """Return the ids of some rows, and whole numbers for each of them."""
+    made = np.random.default_rng([step, worker, 1])
+    ids = made.choice(ROWS.count, made.integers(1, ROWS.count), replace=False)
+    return ids, made.integers(1, 1 << 40, (len(ids), ROWS.length)).astype(np.float64)
 
 
 def first_values() -> list[Array]:
@@ -49,7 +62,7 @@ class Oracle:
 
     def __init__(self, program: PsProgram) -> None:
         if program.follows is None:
-            self.updater = new_updater(program)
+            self.updater = new_dense_updater(program)
             self.updater.begin(first_values())
             self.versions = [_copy(self.updater.values())]  # In sync, by the number of steps.
         else:
@@ -63,10 +76,24 @@ class Oracle:
             for term in terms:
                 self.updater.step(term, [])
             self.versions.append(_copy(self.updater.values()))
+        self.rows = [np.zeros(ALL_ROWS.shape)]  # By the number of steps, as `versions`.
+        for step in range(program.steps):
+            total = np.zeros(ALL_ROWS.shape)
+            for worker in range(program.workers):
+                ids, rows = rows_of(step, worker)
+                total[ids] += rows
+            scale = 1 / program.workers if program.mode == SYNC else 1.0
+            self.rows.append(self.rows[-1] + total * scale)
 
 
-def new_updater(program: PsProgram) -> Updater:
+def new_updater(program: PsProgram, described: TableDescription) -> Updater:
     """Return what runs on servers: with a state, or one that does not mind the order."""
+    if described.rows is not None:
+        return AddedRows(RowStore(described.name, described.rows.spec))
+    return new_dense_updater(program)
+
+
+def new_dense_updater(program: PsProgram) -> Updater:
     return Momentum() if program.momentum and program.mode == SYNC else Added()
 
 

@@ -12,6 +12,7 @@ from hvdlite.ps.tables.clocks import MODES, SSP, SYNC
 from tests.simulation.lines import NO_LIMIT
 from tests.simulation.start.programs import Visitor
 
+ROWS = 0.3  # The share of jobs with a table of rows, of those that load nothing.
 PROVING = 0.15  # The share of jobs whose connections prove themselves: these take longer.
 # Some come as a server or a worker, by the code of one, with another token.
 VISITORS = ("garbage", "silent", "half", "replay", SERVER, WORKER)
@@ -57,6 +58,7 @@ class PsProgram:
     # The step before which worker 0 saves, and that at which all load it, each once.
     back: tuple[int, int] | None = None
     follows: PsProgram | None = None  # The job whose checkpoint this one loads first.
+    rows: bool = False  # Workers train a table of rows beside the other one.
     proves: bool = False  # Its connections are the real ones, with proofs.
     visitors: tuple[Visitor, ...] = ()  # Who come and know no token.
 
@@ -136,8 +138,13 @@ def make_ps_program(seed: int, *, calm: bool = False) -> PsProgram:
         more.append(Blow(span * lot.random(), "jump", SCHEDULER, seconds=jump))
     speed = random.Random(f"{seed} links").choice((NO_LIMIT, NO_LIMIT, 1e7, 1e6))
     program = replace(program, blows=(*program.blows, *more), bytes_per_second=speed)
-    program = _with_load(random.Random(f"{seed} loads"), program)
-    lot = random.Random(f"{seed} proofs")
+    loads, rows = random.Random(f"{seed} loads"), random.Random(f"{seed} rows")
+    program = _with_rows(rows, _with_load(loads, program))
+    return _with_proofs(random.Random(f"{seed} proofs"), span, program)
+
+
+def _with_proofs(lot: random.Random, span: float, program: PsProgram) -> PsProgram:
+    """Let the connections of some jobs be the real ones, to which strangers come."""
     if lot.random() >= PROVING:
         return program
     visitors = tuple(
@@ -167,13 +174,32 @@ def _with_load(lot: random.Random, program: PsProgram) -> PsProgram:
         blows.append(
             Blow(at, kind, node, struck, seconds * lot.random(), lot.choice((1, 2, 3)), of)
         )
-    if program.mode != SYNC and lot.random() < 0.5:  # A push comes to some servers alone.
-        node, sends = lot.choice(workers), lot.randint(1, program.servers * (loaded + 1))
-        seconds = lot.choice((0.01, 0.3, 2.0)) * lot.random()
-        at = program.latency * lot.choice((0, 1, 4)) * lot.random()
-        blows.append(Blow(0.0, "cut", node, lot.choice(servers), seconds, sends, "push"))
-        blows.append(Blow(at, "kill", node, "", 0.3 * lot.random(), sends, "push"))
+    if program.mode != SYNC and lot.random() < 0.5:
+        blows += _tear(lot, program, "push", loaded + 1)
     return replace(program, back=(saved, loaded), blows=(*program.blows, *blows))
+
+
+def _with_rows(lot: random.Random, program: PsProgram) -> PsProgram:
+    """Let workers of some jobs that load nothing train rows, too."""
+    if program.back is not None or program.follows is not None or lot.random() >= ROWS:
+        return program
+    torn = [] if lot.random() < 0.5 else _tear(lot, program, "push_rows", program.steps)
+    return replace(program, rows=True, blows=(*program.blows, *torn))
+
+
+def _tear(lot: random.Random, program: PsProgram, kind: str, steps: int) -> list[Blow]:
+    """Return what lets a push of one of so many steps come to some servers alone."""
+    worker = lot.choice(named(WORKER, program.workers))
+    server, sends = (
+        lot.choice(named(SERVER, program.servers)),
+        lot.randint(1, program.servers * steps),
+    )
+    seconds = lot.choice((0.01, 0.3, 2.0)) * lot.random()
+    at = program.latency * lot.choice((0, 1, 4)) * lot.random()
+    return [
+        Blow(0.0, "cut", worker, server, seconds, sends, kind),
+        Blow(at, "kill", worker, "", 0.3 * lot.random(), sends, kind),
+    ]
 
 
 def _amid_changes(lot: random.Random, program: PsProgram) -> Iterator[Blow]:

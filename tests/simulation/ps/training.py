@@ -15,11 +15,21 @@ from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.scheduler.checkpoint_order import LOAD
 from hvdlite.ps.tables.clocks import SSP, SYNC
 from hvdlite.ps.worker import checkpoints
+from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
 from tests.simulation.ps.nodes import Node, here
-from tests.simulation.ps.oracle import SPECS, Oracle, first_values, gradients_of, loaded
+from tests.simulation.ps.oracle import (
+    ALL_ROWS,
+    ROWS,
+    SPECS,
+    Oracle,
+    first_values,
+    gradients_of,
+    loaded,
+    rows_of,
+)
 from tests.simulation.ps.programs import PsProgram
 from tests.simulation.world import BrokenError, World
 
@@ -56,6 +66,9 @@ class Training:
         worker = Worker(settings, number=number)
         values = first_values()
         table = worker.declare("t", SPECS, program.options, lambda: values)
+        rows: RemoteRows | None = None
+        if program.rows:
+            rows = worker.declare_rows(ALL_ROWS, program.options._replace(rows=ROWS.fields))
         # In the other modes, workers go on where they are when all go back.
         repeats = program.back is None or program.mode == SYNC
         if program.follows is not None:
@@ -64,6 +77,8 @@ class Training:
             self._load(worker, table)
         while True:
             try:
+                if rows is not None:
+                    self._check_rows(number, table, rows)
                 table.pull(values)
                 if program.back is not None and table.clock == program.back[1] and not worker.loads:
                     self._load(worker, table)
@@ -74,11 +89,7 @@ class Training:
                     self._ask(worker, step)
                 if step >= program.steps:
                     break
-                made = step if program.back is None else table.clock
-                self.begun[number] = max(self.begun[number], made + 1)
-                pushed = table.push(gradients_of(step, number), {})
-                if program.back is not None:  # Only then is the next step known.
-                    pushed.wait()
+                self._push(number, table, rows, step)
                 here.task.sleep_until(lambda: False, program.pause * lot.random())
             except PsRolledBack as error:
                 self.world.tell(f"{WORKER} {number}", f"goes back to step {error.version}")
@@ -89,8 +100,35 @@ class Training:
         self._meet(worker)
         table.pull(values)
         self._check_result(worker, values)
+        if rows is not None and not program.loses:
+            found = rows.pull(range(ROWS.count)).wait()
+            self._compare(f"{WORKER} {number}, its rows", [found], [self._oracle.rows[-1]])
         self.leaves = True
         worker.leave()
+
+    def _push(self, number: int, table: RemoteTable, rows: RemoteRows | None, step: int) -> None:
+        made = step if self.program.back is None else table.clock
+        self.begun[number] = max(self.begun[number], made + 1)
+        pushed = table.push(gradients_of(step, number), {})
+        if self.program.back is not None or rows is not None:  # Only then is the next step known.
+            pushed.wait()
+        if rows is not None:
+            rows.push(*rows_of(step, number)).wait()
+
+    def _check_rows(self, number: int, table: RemoteTable, rows: RemoteRows) -> None:
+        """Pull rows, where both tables are at one step: a process before may have pushed to one."""
+        self._pull_rows(number, rows)
+        while rows.clock < table.clock:
+            rows.push(*rows_of(rows.clock, number)).wait()
+            self._pull_rows(number, rows)
+        while table.clock < rows.clock:
+            table.push(gradients_of(table.clock, number), {}).wait()
+
+    def _pull_rows(self, number: int, rows: RemoteRows) -> None:
+        step, found = rows.clock, rows.pull(range(ROWS.count)).wait()
+        if self.program.mode == SYNC and not self.program.loses:
+            wanted = self._oracle.rows[step]
+            self._compare(f"{WORKER} {number}, rows of step {step}", [found], [wanted])
 
     def _has_lost_push(self, number: int, version: int) -> bool:
         """Return whether the last push of a worker that was lost may have gone with a server.
