@@ -22,7 +22,7 @@ def row(setting: Setting) -> str:
     flags = ", ".join(f"`{flag}`" for flag in (setting.flag, setting.no_flag) if flag)
     key = f"`{setting.yaml}`" if setting.yaml else ""
     alias = " \\*" if setting.alias else ""
-    default = "" if setting.default in ("", ()) else f"{setting.default}"
+    default = f"{setting.default}" if setting.has_default else ""
     return f"| `{setting.variable}`{alias} | {default} | {flags} | {key} | {setting.help} |\n"
 
 

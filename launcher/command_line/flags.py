@@ -247,10 +247,9 @@ def _add_setting_flags(parser: Parser) -> None:
 
 def _default_of(entry: Setting) -> str:
     """Return a sentence about the default of a setting, in the unit of its flag; empty: none."""
-    default = entry.default
-    if default in ("", (), None):
+    if not entry.has_default:
         return ""
-    value = default / entry.flag_scale if entry.flag_scale != 1 else default
+    value = entry.default / entry.flag_scale if entry.flag_scale != 1 else entry.default
     return f" Default: {value:g}." if isinstance(value, int | float) else f" Default: {value}."
 
 

@@ -32,6 +32,11 @@ class Setting:
     alias: bool = True  # HOROVOD_<env> is honoured
 
     @property
+    def has_default(self) -> bool:
+        """Whether there is a value to tell of where nobody gives one."""
+        return self.default not in ("", ())
+
+    @property
     def variable(self) -> str:
         """The environment variable that sets it."""
         return PREFIX + self.env

@@ -36,6 +36,10 @@ from hvdlite.ps.tables.clocks import SYNC
 
 SILENT_SECONDS = 8.0  # Several beats: servers come and go only while all members are heard of.
 WARNING_SECONDS = 60.0  # For which a change waits until that is said, and until it is said again.
+REMEDY = (
+    "A worker that has come again declares all tables in which it took part (make the same "
+    "optimizers, and start the same tensors)"
+)
 # A change takes so long at most, and twice as long each time that it was not enough; then all go on
 # for a while before it begins again.
 CHANGE_SECONDS, PAUSE_SECONDS = 15.0, 5.0
@@ -195,10 +199,9 @@ class Changes:
             return self._pause(change, now)
         if self._obstacle.is_to_be_said(obstacle, now):
             log.warning(
-                "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. A "
-                "worker that has come again declares all tables in which it took part (make the "
-                "same optimizers, and start the same tensors), or leaves (ps.leave)",
-                wanted, layout.num_servers, obstacle, WARNING_SECONDS,
+                "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. %s, or "
+                "leaves (ps.leave)",
+                wanted, layout.num_servers, obstacle, WARNING_SECONDS, REMEDY,
             )  # fmt: skip
         if change is None and not obstacle:
             self._begin(now)

@@ -17,7 +17,7 @@ from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import specs_of_words
 from hvdlite.ps.scheduler.barrier import Barrier
-from hvdlite.ps.scheduler.changes import Changes, Obstacle, Standing
+from hvdlite.ps.scheduler.changes import REMEDY, Changes, Obstacle, Standing
 from hvdlite.ps.scheduler.checkpoint_order import CheckpointOrder
 from hvdlite.ps.scheduler.registry import Registry, TableOptions
 from hvdlite.ps.scheduler.state_file import StateFile
@@ -210,20 +210,19 @@ class Scheduler:
 
     def _warn_of_load(self, stands: Sequence[Standing]) -> None:
         """Say for which server a load that counts has waited for long."""
-        what, needed = "", self.registry.tables_of(*self.membership.workers())
-        for server, standing in enumerate(stands if self.turns.decided is not None else ()):
-            if standing.load < self.turns.turn:
-                missing = sorted(needed.difference(standing.tables))
-                what = f"server {server} has not " + (
-                    f"begun the table '{missing[0]}'" if missing else "made it"
-                )
+        what, turns = "", self.turns
+        behind = [n for n, each in enumerate(stands) if each.load < turns.turn]
+        if turns.decided is not None and behind:
+            needed = self.registry.tables_of(*self.membership.workers())
+            missing = sorted(needed.difference(stands[behind[-1]].tables))
+            what = f"begun the table '{missing[0]}'" if missing else "made it"
+            what = f"server {behind[-1]} has not {what}"
         if self._obstacle.is_to_be_said(what, outside.now()):
             log.warning(
-                "a load is not over, and all workers wait for it: %s. A worker that has come again "
-                "declares all tables in which it took part before it saves or loads (make the "
-                "same optimizers, and start the same tensors), or leaves (ps.leave)",
-                what,
-            )
+                "a load is not over, and all workers wait for it: %s. %s before it saves or loads, "
+                "or leaves (ps.leave)",
+                what, REMEDY,
+            )  # fmt: skip
 
     def _next_number(self) -> int:
         """Return a number for a turn or a change, higher than those of all that came before it.

@@ -141,8 +141,8 @@ class Shard:
         self, other: Shard, version: int, load: int, pulled: Sequence[Buffer] | None
     ) -> None:
         """Stand where `other` is, which is a shard of an older layout, with the values `pulled`."""
-        self.clock, self._numbers, self.is_used = other.clock, other._numbers, True
-        self._stands = True
+        self.stand_at(other.clock)
+        self._numbers, self.is_used = other._numbers, True
         self.version, self.pulled = (version, pulled) if pulled is not None else (-1, None)
         self.load = load
 
@@ -190,8 +190,9 @@ class Shard:
     def go_back(self, error: PsRolledBack) -> None:
         """Go back to the step that another server has lost; what waits here fails with `error`."""
         if error.version < self.clock:
-            self._first_clock, self._stands = max(self._first_clock, self.clock), True
-            self.pulled, self.version, self.clock = None, -1, error.version
+            self._first_clock = max(self._first_clock, self.clock)
+            self.stand_at(error.version)
+            self.pulled, self.version = None, -1
             self._extra = {"goes_back": error.version}
             self._fail_all(error)
             self.come_again()

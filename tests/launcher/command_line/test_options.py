@@ -303,7 +303,7 @@ def test_help_is_complete() -> None:
 def test_help_has_defaults_which_are_accepted_as_flags() -> None:
     text = " ".join(make_parser().format_help().split())
     for entry in settings():
-        if not entry.flag or entry.default in ("", ()):
+        if not (entry.flag and entry.has_default):
             continue
         if entry.no_flag:
             assert f"{entry.no_flag} the opposite of {entry.flag}; the default" in text
