@@ -148,14 +148,14 @@ def popen_of(command: Sequence[str]) -> type[subprocess.Popen[str]]:
 
 
 def run_command(
-    command: list[str], *, timeout: float = 120, imported: Sequence[str] = (), **variables: str
+    command: list[str], *, timeout: float = 120, preload: Sequence[str] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a session of its own, which is ended when `patient(timeout)` is over.
 
-    Its processes of Python have the modules `imported`. The ranks can talk through files in the
-    folder WORDS: see rank_helpers.py.
+    Its processes of Python have imported the modules `preload`. The ranks can talk through files in
+    the folder WORDS: see rank_helpers.py.
     """
-    popen = forks(*imported) if imported else popen_of(command)
+    popen = forks(*preload) if preload else popen_of(command)
     with tempfile.TemporaryDirectory() as words:
         process = popen(
             command,

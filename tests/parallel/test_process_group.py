@@ -90,7 +90,7 @@ def test_a_checkpoint_of_four_ranks_without_a_process_group(results: Results) ->
         "assert all(torch.equal(state[name], t) for name, t in tensors().items())\n"
     )
     command = [sys.executable, "-c", program]
-    result = jobs.run_command(command, timeout=60, imported=("torch.distributed",))
+    result = jobs.run_command(command, timeout=60, preload=("torch.distributed",))
     assert result.returncode == 0, result.stdout
 
 
@@ -133,7 +133,7 @@ def test_under_hvdlite_run_as_docs_sharding_says(
     )
     words = ["-np", "2", *flags, sys.executable, "-c", program]
     command = [sys.executable, "-m", "hvdlite.launcher", *words]
-    result = jobs.run_command(command, timeout=60, imported=("torch.distributed",))
+    result = jobs.run_command(command, timeout=60, preload=("torch.distributed",))
     assert said in result.stdout
     assert (result.returncode == 0) == said.startswith("of"), result.stdout
 

@@ -34,14 +34,14 @@ def client() -> Iterator[Client]:
     made.close()
 
 
-def asked(client: Client, address: str) -> Message:
-    """Return what a server answers to a request; raise what it refuses with."""
+def linked(client: Client, address: str) -> ServerLink:
     link = ServerLink(client, 0, lambda: 0)
     client.call(lambda: link.follow(address))
-    return asked_of(client, link)
+    return link
 
 
-def asked_of(client: Client, link: ServerLink) -> Message:
+def asked(client: Client, link: ServerLink) -> Message:
+    """Return what a server answers to a request; raise what it refuses with."""
     handle = client.ask(lambda done: link.ask(Message("save"), done))
     assert handle.ended_within(20)
     answer: Message = handle.wait()
@@ -50,12 +50,11 @@ def asked_of(client: Client, link: ServerLink) -> Message:
 
 def test_a_server_of_another_version_is_named(client: Client) -> None:
     """Whether it has refused this process before it is asked, or after that."""
-    link = ServerLink(client, 0, lambda: 0)
     with other_version() as address:
-        client.call(lambda: link.follow(address))
+        link = linked(client, address)
         for _ in range(2):
             with pytest.raises(HorovodVersionMismatchError, match=SAYS):
-                asked_of(client, link)
+                asked(client, link)
 
 
 def test_a_server_with_another_token_is_named(client: Client) -> None:
@@ -72,7 +71,7 @@ def test_a_server_with_another_token_is_named(client: Client) -> None:
     try:
         assert ready.wait(20)
         with pytest.raises(ConfigError, match="server 0 says: HVDLITE_PS_TOKEN is another one"):
-            asked(client, addresses[0])
+            asked(client, linked(client, addresses[0]))
     finally:
         server.end()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from hvdlite.launcher.agents.channel import BEATS
@@ -69,13 +69,12 @@ class ElasticProgram:
     @property
     def is_graceful(self) -> bool:
         """Whether nobody dies, and no host seems to: the job has to succeed."""
-        silent: Counter[str] = Counter()  # For how many milliseconds hosts may be, at most.
+        silent: defaultdict[str, float] = defaultdict(float)  # For how long hosts may be, at most.
         for each in self.happenings:
             if each.kind == "stall":  # It begins a while after a beat, or when another one ends.
-                silent[each.host] += int(1000 * (each.seconds + SILENCE_SECONDS / BEATS))
-        most = max(silent.values(), default=0)
+                silent[each.host] += each.seconds + SILENCE_SECONDS / BEATS
         gentle = all(each.kind in GENTLE for each in self.happenings)
-        return gentle and most <= 1000 * SILENCE_SECONDS
+        return gentle and max(silent.values(), default=0.0) <= SILENCE_SECONDS
 
 
 def make_elastic_program(seed: int, *, calm: bool = False) -> ElasticProgram:

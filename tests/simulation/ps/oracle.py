@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from hvdlite.checkpoint import manifest
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.server import saved_files
+from hvdlite.ps.server.checkpoints import VALUE
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_store import ZEROS, RowsSpec, RowStore
@@ -53,7 +54,7 @@ def loaded(folder: Path) -> tuple[list[Array], int]:
         saved = saved_files.read(file)
         for block, array in zip(saved.described.blocks, saved.saved.values, strict=True):
             block.scatter(array, values, saved.described.first_key)
-    about = manifest.read(folder / manifest.MANIFEST).values["parameter_server"]
+    about = manifest.read(folder / manifest.MANIFEST).values[VALUE]
     return values, about["tables"]["t"]["steps"]
 
 
@@ -61,6 +62,7 @@ class Oracle:
     """What numpy makes of all steps, in one process."""
 
     def __init__(self, program: PsProgram) -> None:
+        self._program = program
         if program.follows is None:
             self.updater = new_dense_updater(program)
             self.updater.begin(first_values())
@@ -76,14 +78,19 @@ class Oracle:
             for term in terms:
                 self.updater.step(term, [])
             self.versions.append(_copy(self.updater.values()))
-        self.rows = [np.zeros(ALL_ROWS.shape)]  # By the number of steps, as `versions`.
+
+    @cached_property
+    def rows(self) -> list[Array]:
+        """By the number of steps, as `versions`."""
+        program, rows = self._program, [np.zeros(ALL_ROWS.shape)]
+        scale = 1 / program.workers if program.mode == SYNC else 1.0
         for step in range(program.steps):
             total = np.zeros(ALL_ROWS.shape)
             for worker in range(program.workers):
-                ids, rows = rows_of(step, worker)
-                total[ids] += rows
-            scale = 1 / program.workers if program.mode == SYNC else 1.0
-            self.rows.append(self.rows[-1] + total * scale)
+                ids, values = rows_of(step, worker)
+                total[ids] += values
+            rows.append(rows[-1] + total * scale)
+        return rows
 
 
 def new_updater(program: PsProgram, described: TableDescription) -> Updater:

@@ -190,10 +190,8 @@ def _with_rows(lot: random.Random, program: PsProgram) -> PsProgram:
 def _tear(lot: random.Random, program: PsProgram, kind: str, steps: int) -> list[Blow]:
     """Return what lets a push of one of so many steps come to some servers alone."""
     worker = lot.choice(named(WORKER, program.workers))
-    server, sends = (
-        lot.choice(named(SERVER, program.servers)),
-        lot.randint(1, program.servers * steps),
-    )
+    server = lot.choice(named(SERVER, program.servers))
+    sends = lot.randint(1, program.servers * steps)
     seconds = lot.choice((0.01, 0.3, 2.0)) * lot.random()
     at = program.latency * lot.choice((0, 1, 4)) * lot.random()
     return [
