@@ -69,6 +69,7 @@ class Training:
         rows: RemoteRows | None = None
         if program.rows:
             rows = worker.declare_rows(ALL_ROWS, program.options._replace(rows=ROWS.fields))
+            rows.peers, table.peers = [table], [rows]
         # In the other modes, workers go on where they are when all go back.
         repeats = program.back is None or program.mode == SYNC
         if program.follows is not None:
@@ -88,16 +89,16 @@ class Training:
                 if number == 0:
                     self._ask(worker, step)
                 if step >= program.steps:
+                    self.world.tell(f"{WORKER} {number}", "has made all steps")
+                    self._meet(worker, table)
                     break
                 self._push(number, table, rows, step)
                 here.task.sleep_until(lambda: False, program.pause * lot.random())
             except PsRolledBack as error:
+                table.forget_rollback()
                 self.world.tell(f"{WORKER} {number}", f"goes back to step {error.version}")
                 if not program.loses and not self._has_lost_push(number, error.version):
                     raise BrokenError(RESULTS, f"{WORKER} {number} goes back: {error}") from error
-        self.world.tell(f"{WORKER} {number}", "has made all steps")
-        self.done.add(number)
-        self._meet(worker)
         table.pull(values)
         self._check_result(worker, values)
         if rows is not None and not program.loses:
@@ -178,14 +179,23 @@ class Training:
                         raise
                     self.world.tell(f"{WORKER} 0", f"is refused: {error}")
 
-    def _meet(self, worker: Worker) -> None:
-        """Wait until all workers have made their steps, without a word to the servers."""
+    def _meet(self, worker: Worker, table: RemoteTable) -> None:
+        """Wait until all workers have made their steps, without a word to the servers.
+
+        Raises `PsRolledBack` where some of the steps are to be made again.
+        """
+        self.done.add(worker.number)
         for node in self.nodes.values():
             for each in node.tasks:
                 each.poke()
         # Where the cluster has failed, nobody else tells this thread.
         while len(self.done) < self.program.workers and not worker.failure:
             here.task.sleep_until(lambda: len(self.done) == self.program.workers, MEETING_SECONDS)
+            try:
+                table.raise_if_rolled_back()
+            except PsRolledBack:
+                self.done.discard(worker.number)
+                raise
 
     def _check_pull(self, number: int, clock: int, values: Sequence[Array]) -> None:
         self.progress = self.world.now
