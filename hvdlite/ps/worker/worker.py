@@ -86,7 +86,9 @@ class Worker:
         there = {number for number, _, _ in body["servers"]}
         for number in [each for each in self._servers if each not in there]:
             if number >= body["layout_servers"] and not self._servers[number].is_used:
-                self._servers.pop(number).close()
+                gone = self._servers.pop(number)
+                gone.fail(MovedError())  # A phase of a save, whose servers are others now.
+                gone.close()
         if body["failure"]:
             self._fail(HorovodInternalError(body["failure"]))
 

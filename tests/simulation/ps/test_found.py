@@ -6,6 +6,7 @@ import pytest
 
 from tests.simulation.ps.job import play_ps
 from tests.simulation.ps.programs import Blow, PsProgram
+from tests.simulation.start.programs import Visitor
 
 FOUND = {
     # A worker had heard of a step at one server before a load undid it, and said so to that server
@@ -112,6 +113,18 @@ FOUND = {
             Blow(0.26277693892550097, "kill", "server 0", seconds=0.004814774437939826),
             Blow(0.1732867330586988, "kill", "server 2", seconds=0.00972460692997644),
         ),
+    ),
+    # A worker heard first that a server was no more, and then waited for its answer for ever.
+    "a server leaves amid a save": PsProgram(
+        5037392, 2, 1, "async", None, 2, every=1, latency=1e-5,
+        blows=(
+            Blow(0.552283503611682, "kill", "scheduler", "worker 0", 0.8597170745430021),
+            Blow(0.0, "stop", "worker 0", seconds=1.6210504204453993, sends=26),
+            Blow(0.2121441343089495, "join", "server 2", seconds=0.0078125),
+            Blow(0.4006321900750173, "join", "server 3", seconds=0.0078125),
+        ),
+        scales=((1, 1),), saves=(2,), proves=True,
+        visitors=(Visitor(0.1981621658567223, "worker", 5, 8.0),),
     ),
 }  # fmt: skip
 
