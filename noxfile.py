@@ -29,7 +29,7 @@ def fast(session: nox.Session) -> None:
     # mypy is a test, too, where PyTorch is installed, whose types it reads.
     unwanted = (
         "mpi", "torch", "tf", "gpu", "jax", "ray", "spark",
-        "thorough", "libraries", "scripts", "soak",
+        "thorough", "heavy", "libraries", "scripts", "soak",
     )  # fmt: skip
     chosen = " and ".join(f"not {marker}" for marker in unwanted)
     # Few of these wait, so more workers would only import more.

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("transport")
         (3, ("fork", "fork"), TCP),
         pytest.param(2, ("spawn", "spawn"), TCP, marks=pytest.mark.soak),
         pytest.param(1, ("fork", "fork"), MPI, marks=pytest.mark.soak),
-        (2, ("fork", "spawn"), MPI),  # New processes inherit what mpirun has told their parents.
+        # New processes inherit what mpirun has told their parents.
+        pytest.param(2, ("fork", "spawn"), MPI, marks=pytest.mark.heavy),
     ],
     indirect=["transport"],
 )
