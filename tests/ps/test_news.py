@@ -1,4 +1,4 @@
-"""What members tell the scheduler of their tables costs as much for each of many as for one."""
+"""What members tell the scheduler of their tables; it costs as much for each of many as for one."""
 
 from __future__ import annotations
 
@@ -89,3 +89,31 @@ def test_a_worker_tells_of_each_table_only_where_a_change_waits_for_it() -> None
     assert add("def") == 3
     follower.hear({**news, "wanted": 1})
     assert add("ghi") == 0
+
+
+@pytest.mark.parametrize(
+    ("news", "told"),
+    [
+        ({"change": {"identity": 7, "borders": None}, "load": 0, "decided": None}, (8, 8, 3)),
+        # A load undoes the steps of both, each from where it stands.
+        ({"change": None, "load": 7, "decided": True}, (8, 7, 3)),
+    ],
+    ids=["change", "load"],
+)
+def test_tables_of_the_same_steps_come_to_other_servers_at_one_step(
+    news: dict[str, Any], told: tuple[int, ...]
+) -> None:
+    request = Mock()
+    follower = LayoutFollower(request, Mock(), lambda: 0)
+    tables = []
+    for name, clock in zip("trx", (8, 7, 3), strict=True):
+        table = SimpleNamespace(name=name, layout=1, is_sync=True, peers=(), gate=Mock())
+        table.gate.close = lambda on_quiet, clock=clock: on_quiet(clock)
+        tables.append(table)
+        assert follower.add(table)  # type: ignore[arg-type]
+    tables[0].peers, tables[1].peers = [tables[1]], [tables[0]]
+    follower.hear({"layout": 1, "layout_servers": 1, "wanted": 2, **news})
+    assert request.call_args[0][0].body == {
+        "change": 7,
+        "clocks": dict(zip("trx", told, strict=True)),
+    }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS, Effect
@@ -26,6 +28,7 @@ from hvdlite.launcher.decisions.placement import Placement
 from hvdlite.launcher.decisions.workers import Worker
 from hvdlite.launcher.decisions.world_changes import WorldChanges
 from hvdlite.ps.connections.connection import Connection
+from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.scheduler.changes import Changes
 from hvdlite.ps.server.checkpoints import ServerCheckpoints
 from hvdlite.ps.server.migration import Migration
@@ -294,6 +297,20 @@ ELASTIC_BUGS["workers outlive the loss of the launcher"] = lambda: patch.object(
 PS_BUGS["rows of the step before are forgotten"] = lambda: patch.object(
     RowTable, "_keep", lambda self, gradients: None
 )
+
+
+@bug(RowTable, "replace", PS_BUGS)
+def rows_that_a_checkpoint_has_not_stay(
+    real: Any, self: RowTable, values: Sequence[Array], state: Mapping[str, Array]
+) -> None:
+    """They were made after it, and are to begin anew where all go back to it."""
+    ids, rows = (array.copy() for array in self.updater.values())
+    real(self, values, state)
+    others = ~np.isin(ids, values[0])
+    both = (ids[others], values[0]), (rows[others].reshape(-1), values[1].reshape(-1))
+    self.updater.begin([np.concatenate(each) for each in both])
+
+
 PS_BUGS["a file is renamed before it is on disk"] = lambda: patch.object(
     disks, "sync", lambda file: None
 )

@@ -41,7 +41,7 @@ FIRST = {
     "what a sync brings is no save": 237,
     "a worker is believed without its proof": 47,
     "a member is believed without its proof": 149,
-    "a proof of a member holds for another connection": 40,
+    "a proof of a member holds for another connection": 149,
     "the restart of the scheduler amid scaling": 28,
     "the restart of a server amid scaling": 978,
     "a load leaves workers at their steps": 134,
@@ -49,6 +49,7 @@ FIRST = {
     "a load is made by who leads it alone": 272,
     "a push that is sent again counts again": 234,
     "rows of the step before are forgotten": 153,
+    "rows that a checkpoint has not stay": 23,
     "a file is renamed before it is on disk": 18,
 }
 

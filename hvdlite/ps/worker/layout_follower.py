@@ -31,6 +31,7 @@ class LayoutFollower:
         self._version = 0  # Of the layout in which the tables are.
         self._is_awaited = False  # A change waits until all have begun their tables.
         self._change = 0  # The identity of the change, or the turn of a load, that is under way.
+        self._is_load = False
         self._passes_sync = False  # Of a load that does not count yet.
         self._clocks: dict[str, int] = {}  # Of tables that are quiet.
         self._moving: set[str] | None = None  # Tables that are not in the next layout yet.
@@ -69,6 +70,7 @@ class LayoutFollower:
                 for table in self._tables.values():
                     table.gate.open()
         elif (identity, passes_sync) != (self._change, self._passes_sync):
+            self._is_load = change is None
             self._hold_back(identity, passes_sync=passes_sync)
         elif change is not None and change["borders"] is not None:
             self._set_borders(change["borders"])
@@ -96,8 +98,19 @@ class LayoutFollower:
         tables = self._tables.items()
         held = {name for name, table in tables if not (self._passes_sync and table.is_sync)}
         if self._clocks.keys() >= held:
-            body = {"change": self._change, "clocks": dict(self._clocks)}
+            body = {"change": self._change, "clocks": {name: self._step_of(name) for name in held}}
             self._request(Message("clocks", body=body), lambda _answer: None)
+
+    def _step_of(self, name: str) -> int:
+        """Return the step at which a quiet table stands, or that it is to reach before a change.
+
+        Tables that make the same steps come to the next layout at one of them: servers have no
+        values of the step before there, with which one of them could be made again.
+        """
+        if self._is_load:
+            return self._clocks[name]
+        names = {name, *(peer.name for peer in self._tables[name].peers)}
+        return max(self._clocks[each] for each in names & self._clocks.keys())
 
     def _set_borders(self, borders: Mapping[str, Any]) -> None:
         """Let tables go on up to the borders of this worker."""

@@ -43,19 +43,38 @@ def rows_of(step: int, worker: int) -> tuple[Array, Array]:
     return ids, made.integers(1, 1 << 40, (len(ids), ROWS.length)).astype(np.float64)
 
 
+@lru_cache(maxsize=256)
+def ids_of(step: int, worker: int) -> Array:
+    """Return the ids of the rows that a step begins with, not those that it changes."""
+    made = np.random.default_rng([step, worker, 2])
+    return made.choice(ROWS.count, made.integers(0, ROWS.count), replace=False)
+
+
+def whole_rows(step: int, worker: int) -> Array:
+    """Return the same, and zeros for the other rows."""
+    ids, values = rows_of(step, worker)
+    whole = np.zeros(ALL_ROWS.shape)
+    whole[ids] = values
+    return whole
+
+
 def first_values() -> list[Array]:
     return [np.arange(spec.size, dtype=np.float64) for spec in SPECS]
 
 
-def loaded(folder: Path) -> tuple[list[Array], int]:
-    """Return the values of a checkpoint, and its steps, whichever servers have saved it."""
-    values = [np.full(spec.size, np.nan) for spec in SPECS]
+def loaded(folder: Path, table: str) -> tuple[list[Array], int]:
+    """Return the values of a table of a checkpoint, and its steps, whichever servers saved it."""
+    dense, rows = [np.full(spec.size, np.nan) for spec in SPECS], np.zeros(ALL_ROWS.shape)
     for file in folder.glob(f"*{saved_files.SUFFIX}"):
         saved = saved_files.read(file)
+        if saved.described.rows is not None:
+            ids, values = saved.saved.values
+            rows[ids] = values
+            continue
         for block, array in zip(saved.described.blocks, saved.saved.values, strict=True):
-            block.scatter(array, values, saved.described.first_key)
+            block.scatter(array, dense, saved.described.first_key)
     about = manifest.read(folder / manifest.MANIFEST).values[VALUE]
-    return values, about["tables"]["t"]["steps"]
+    return [rows] if table == ALL_ROWS.name else dense, about["tables"][table]["steps"]
 
 
 class Oracle:
@@ -82,13 +101,13 @@ class Oracle:
     @cached_property
     def rows(self) -> list[Array]:
         """By the number of steps, as `versions`."""
-        program, rows = self._program, [np.zeros(ALL_ROWS.shape)]
+        program = self._program
+        rows = Oracle(program.follows).rows if program.follows else [np.zeros(ALL_ROWS.shape)]
         scale = 1 / program.workers if program.mode == SYNC else 1.0
-        for step in range(program.steps):
+        for step in range(program.loaded, program.steps):
             total = np.zeros(ALL_ROWS.shape)
             for worker in range(program.workers):
-                ids, values = rows_of(step, worker)
-                total[ids] += values
+                total += whole_rows(step, worker)
             rows.append(rows[-1] + total * scale)
         return rows
 

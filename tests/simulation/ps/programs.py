@@ -12,7 +12,7 @@ from hvdlite.ps.tables.clocks import MODES, SSP, SYNC
 from tests.simulation.lines import NO_LIMIT
 from tests.simulation.start.programs import Visitor
 
-ROWS = 0.3  # The share of jobs with a table of rows, of those that load nothing.
+ROWS = 0.3  # The share of jobs with a table of rows.
 PROVING = 0.15  # The share of jobs whose connections prove themselves: these take longer.
 # Some come as a server or a worker, by the code of one, with another token.
 VISITORS = ("garbage", "silent", "half", "replay", SERVER, WORKER)
@@ -180,11 +180,12 @@ def _with_load(lot: random.Random, program: PsProgram) -> PsProgram:
 
 
 def _with_rows(lot: random.Random, program: PsProgram) -> PsProgram:
-    """Let workers of some jobs that load nothing train rows, too."""
-    if program.back is not None or program.follows is not None or lot.random() >= ROWS:
+    """Let workers of some jobs train rows, too."""
+    if lot.random() >= ROWS:
         return program
     torn = [] if lot.random() < 0.5 else _tear(lot, program, "push_rows", program.steps)
-    return replace(program, rows=True, blows=(*program.blows, *torn))
+    follows = program.follows and replace(program.follows, rows=True)
+    return replace(program, rows=True, blows=(*program.blows, *torn), follows=follows)
 
 
 def _tear(lot: random.Random, program: PsProgram, kind: str, steps: int) -> list[Blow]:

@@ -114,6 +114,16 @@ FOUND = {
             Blow(0.1732867330586988, "kill", "server 2", seconds=0.00972460692997644),
         ),
     ),
+    # Servers came between two tables that make the same steps: one of them had moved with a step
+    # for which a worker that came again needed the values of before.
+    "a worker returns between two tables after a move": PsProgram(
+        1343, 2, 2, "sync", None, 6, every=1, latency=1e-5, bytes_per_second=1e7,
+        blows=(
+            Blow(0.0, "kill", "worker 0", seconds=0.007204419184368276, sends=121),
+            Blow(0.424810364334798, "join", "server 2", seconds=0.0078125),
+        ),
+        saves=(0, 2), back=(0, 2), rows=True,
+    ),
     # A worker heard first that a server was no more, and then waited for its answer for ever.
     "a server leaves amid a save": PsProgram(
         5037392, 2, 1, "async", None, 2, every=1, latency=1e-5,

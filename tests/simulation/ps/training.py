@@ -18,6 +18,7 @@ from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
+from hvdlite.ps.worker.table_shards import TableShards
 from hvdlite.ps.worker.worker import Worker
 from tests.simulation.ps.nodes import Node, here
 from tests.simulation.ps.oracle import (
@@ -27,8 +28,10 @@ from tests.simulation.ps.oracle import (
     Oracle,
     first_values,
     gradients_of,
+    ids_of,
     loaded,
     rows_of,
+    whole_rows,
 )
 from tests.simulation.ps.programs import PsProgram
 from tests.simulation.world import BrokenError, World
@@ -70,8 +73,9 @@ class Training:
         if program.rows:
             rows = worker.declare_rows(ALL_ROWS, program.options._replace(rows=ROWS.fields))
             rows.peers, table.peers = [table], [rows]
-        # In the other modes, workers go on where they are when all go back.
-        repeats = program.back is None or program.mode == SYNC
+            finished = min(table.clock, rows.clock)  # A process before may have pushed to one.
+            for each in (table, rows):
+                each.align(finished)
         if program.follows is not None:
             checkpoints.load(worker, self.folder / "saved")
         if program.back is not None and table.clock > program.back[1]:
@@ -79,12 +83,11 @@ class Training:
         while True:
             try:
                 if rows is not None:
-                    self._check_rows(number, table, rows)
+                    self._check_rows(worker, rows)
                 table.pull(values)
-                if program.back is not None and table.clock == program.back[1] and not worker.loads:
-                    self._load(worker, table)
-                    table.pull(values)
-                step = table.clock + (table.steps_before if repeats else 0)
+                if self._is_to_load(worker, table) and self._load(worker, table):
+                    continue
+                step = self._step_of(table)
                 self._check_pull(number, step, values)
                 if number == 0:
                     self._ask(worker, step)
@@ -100,10 +103,11 @@ class Training:
                 if not program.loses and not self._has_lost_push(number, error.version):
                     raise BrokenError(RESULTS, f"{WORKER} {number} goes back: {error}") from error
         table.pull(values)
-        self._check_result(worker, values)
+        self._check_result(worker, table, values)
         if rows is not None and not program.loses:
             found = rows.pull(range(ROWS.count)).wait()
-            self._compare(f"{WORKER} {number}, its rows", [found], [self._oracle.rows[-1]])
+            right = self._result_of(worker, rows, [self._oracle.rows[-1]])
+            self._compare(f"{WORKER} {number}, its rows", [found], right)
         self.leaves = True
         worker.leave()
 
@@ -116,20 +120,24 @@ class Training:
         if rows is not None:
             rows.push(*rows_of(step, number)).wait()
 
-    def _check_rows(self, number: int, table: RemoteTable, rows: RemoteRows) -> None:
-        """Pull rows, where both tables are at one step: a process before may have pushed to one."""
-        self._pull_rows(number, rows)
-        while rows.clock < table.clock:
-            rows.push(*rows_of(rows.clock, number)).wait()
-            self._pull_rows(number, rows)
-        while table.clock < rows.clock:
-            table.push(gradients_of(table.clock, number), {}).wait()
+    def _step_of(self, table: TableShards) -> int:
+        """Return the next step; but of sync, workers go on where they are when all go back."""
+        repeats = self.program.back is None or self.program.mode == SYNC
+        return table.clock + (table.steps_before if repeats else 0)
 
-    def _pull_rows(self, number: int, rows: RemoteRows) -> None:
-        step, found = rows.clock, rows.pull(range(ROWS.count)).wait()
-        if self.program.mode == SYNC and not self.program.loses:
-            wanted = self._oracle.rows[step]
-            self._compare(f"{WORKER} {number}, rows of step {step}", [found], [wanted])
+    def _is_to_load(self, worker: Worker, table: TableShards) -> bool:
+        """Return whether all go back at this step; others may have done so."""
+        back = self.program.back
+        return back is not None and table.clock == back[1] and not worker.loads
+
+    def _check_rows(self, worker: Worker, rows: RemoteRows) -> None:
+        step = self._step_of(rows)
+        ids = ids_of(step, worker.number)
+        found = rows.pull(ids).wait()
+        exact = self.program.mode == SYNC and not self.program.loses
+        if exact and not self._is_to_load(worker, rows):
+            wanted = self._oracle.rows[step][ids]
+            self._compare(f"{WORKER} {worker.number}, rows of step {step}", [found], [wanted])
 
     def _has_lost_push(self, number: int, version: int) -> bool:
         """Return whether the last push of a worker that was lost may have gone with a server.
@@ -141,16 +149,18 @@ class Training:
         again = lost is not None and max(servers, default=0.0) > lost
         return again and version >= self.begun[number] - 1
 
-    def _load(self, worker: Worker, table: RemoteTable) -> None:
-        """Go back to what worker 0 has saved, unless others have done so."""
+    def _load(self, worker: Worker, table: RemoteTable) -> bool:
+        """Go back to what worker 0 has saved, unless others have done so; return whether it is."""
         assert self.program.back is not None
         if not self.has_saved:  # A disk was full, or a step was to be made again.
-            return
+            return False
         # A worker that has come again when others had made steps may be the one that leads.
-        table.entered_at = table.entered_at if table.clock > self.program.back[1] else 0
+        for each in worker.named.values():
+            each.entered_at = each.entered_at if each.clock > self.program.back[1] else 0
         self.world.tell(f"{WORKER} {worker.number}", f"loads before step {table.clock}")
         checkpoints.load(worker, self.folder / "back")
         self.world.tell(f"{WORKER} {worker.number}", f"goes on from {table.steps_before}")
+        return worker.loads > 0  # A worker that comes late may be alone in it.
 
     def _ask(self, worker: Worker, step: int) -> None:
         """Do what one worker does before a step: save, and let there be fewer servers."""
@@ -209,28 +219,32 @@ class Training:
                 text = f"{WORKER} {number} begins step {clock}, and others are at {self.begun}"
                 raise BrokenError(STALENESS, text)
 
-    def _check_result(self, worker: Worker, values: Sequence[Array]) -> None:
+    def _check_result(self, worker: Worker, table: RemoteTable, values: Sequence[Array]) -> None:
         program = self.program
         # What was loaded may be lost with a server before a worker has pulled it.
         has_loaded = program.follows is not None and not program.every
         exact = program.mode == SYNC and not program.momentum and not has_loaded
         if exact or not program.loses:
-            wanted = self._oracle.versions[program.steps]
-            if program.back is not None and program.mode != SYNC:
-                wanted = self._after_load(worker)
+            wanted = self._result_of(worker, table, self._oracle.versions[program.steps])
             self._compare(f"{WORKER} {worker.number}, the result", values, wanted)
 
-    def _after_load(self, worker: Worker) -> list[Array]:
-        """Return what was loaded, if anybody has, with all pushes of after the load."""
+    def _result_of(
+        self, worker: Worker, table: TableShards, whole: Sequence[Array]
+    ) -> Sequence[Array]:
+        """Return what all steps make, or what was loaded with all pushes of after the load."""
+        if self.program.back is None or self.program.mode == SYNC:
+            return whole
         asked = Message("turn", body={"what": LOAD, "number": 0, "late": True})
         answer = worker.ask(asked).body
         if not answer["loads"]:
-            return self._oracle.versions[self.program.steps]
-        saved, steps = loaded(self.folder / "back")
-        _, of_workers = answer["steps"]["t"]
+            return whole
+        saved, steps = loaded(self.folder / "back", table.name)
+        _, of_workers = answer["steps"][table.name]
         for number, before in of_workers:
             for step in range(steps - before, self.program.steps):
-                saved = [a + b for a, b in zip(saved, gradients_of(step, number), strict=True)]
+                is_rows = isinstance(table, RemoteRows)
+                pushed = [whole_rows(step, number)] if is_rows else gradients_of(step, number)
+                saved = [a + b for a, b in zip(saved, pushed, strict=True)]
         return saved
 
     def _compare(self, where: str, values: Sequence[Array], wanted: Sequence[Array]) -> None:
