@@ -107,7 +107,9 @@ def test_tables_of_the_same_steps_come_to_other_servers_at_one_step(
     follower = LayoutFollower(request, Mock(), lambda: 0)
     tables = []
     for name, clock in zip("trx", (8, 7, 3), strict=True):
-        table = SimpleNamespace(name=name, layout=1, is_sync=True, peers=(), gate=Mock())
+        table = SimpleNamespace(
+            name=name, layout=1, is_sync=True, peers=(), gate=Mock(), known_clock=clock
+        )  # fmt: skip
         table.gate.close = lambda on_quiet, clock=clock: on_quiet(clock)
         tables.append(table)
         assert follower.add(table)  # type: ignore[arg-type]

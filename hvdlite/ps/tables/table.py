@@ -202,7 +202,10 @@ class Table:
         if self._workers.isdisjoint(starts.waiting) or starts.is_awaited(workers):
             return []
         is_lost = (self.reached > 0 or self.load > 0) and not self._restored
-        if (self._restored or is_lost or self._lost_steps()) and starts.missing(workers, others):
+        may_be_newer = self._restored or is_lost or self._lost_steps()
+        # Those that do not go back have nothing newer that counts, and may ask for nothing here
+        # before those that do have made their steps again.
+        if may_be_newer and not self._goes_back and starts.missing(workers, others):
             return []
         if is_lost and starts.newest(workers) < 0:
             raise self._lost_error(self.reached)

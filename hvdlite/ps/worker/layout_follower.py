@@ -107,10 +107,10 @@ class LayoutFollower:
         Tables that make the same steps come to the next layout at one of them: servers have no
         values of the step before there, with which one of them could be made again.
         """
-        if self._is_load:
+        table = self._tables[name]
+        if self._is_load or not table.peers:
             return self._clocks[name]
-        names = {name, *(peer.name for peer in self._tables[name].peers)}
-        return max(self._clocks[each] for each in names & self._clocks.keys())
+        return max(each.known_clock for each in (table, *table.peers))
 
     def _set_borders(self, borders: Mapping[str, Any]) -> None:
         """Let tables go on up to the borders of this worker."""

@@ -129,9 +129,10 @@ class RemoteTable(TableShards):
                 continue
             except PsRolledBack:
                 self._rolled_back = None
-                # A worker that has made no step here has lost none: it begins where servers stand.
                 if self.has_pushed:
                     raise
+                # A worker that has made no step here has lost none: it begins where servers stand.
+                self.forget_rollback()
         for blocks, answer in zip(every, answers, strict=True):
             for block, data in zip(blocks, answer.payloads, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)

@@ -137,11 +137,20 @@ class Shard:
         if self.is_used:
             self._say_start()
 
+    @property
+    def known_clock(self) -> int:
+        """The next step of this worker as the server knows it, which may be a later one."""
+        return max(self.clock, self._first_clock)
+
     def take_over(
-        self, other: Shard, version: int, load: int, pulled: Sequence[Buffer] | None
+        self, other: Shard, known: int, version: int, load: int, pulled: Sequence[Buffer] | None
     ) -> None:
-        """Stand where `other` is, which is a shard of an older layout, with the values `pulled`."""
+        """Stand where `other` is, which is a shard of an older layout, with the values `pulled`.
+
+        Servers know the steps before `known`.
+        """
         self.stand_at(other.clock)
+        self._first_clock = known
         self._numbers, self.is_used = other._numbers, True
         self.version, self.pulled = (version, pulled) if pulled is not None else (-1, None)
         self.load = load

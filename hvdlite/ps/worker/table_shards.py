@@ -197,6 +197,11 @@ class TableShards:
         return min(shard.clock for shard in self._shards)
 
     @property
+    def known_clock(self) -> int:
+        """The number of its steps that a server has, some of which it may be making again."""
+        return max(shard.known_clock for shard in self._shards)
+
+    @property
     def version(self) -> int:
         """The lowest version of the values that were pulled."""
         return min(shard.version for shard in self._shards)
@@ -284,7 +289,8 @@ class TableShards:
         load = min(shard.load for shard in old)
         shards = self._new_shards(answer)
         for server, shard in enumerate(shards):
-            shard.take_over(old[min(server, len(old) - 1)], version, load, pulled(server))
+            other = old[min(server, len(old) - 1)]
+            shard.take_over(other, self.known_clock, version, load, pulled(server))
         self._shards, self.layout = shards, answer.body["layout"]
         for shard in old:
             shard.retire()
@@ -296,6 +302,17 @@ class TableShards:
         return lambda server: ()
 
     def align(self, clock: int) -> None:
-        if 0 < self.clock - clock <= MOST_SKEW:
+        """Make the steps from `clock` on again, as a table that makes the same steps has to.
+
+        A process before has pushed to one of them alone, or a server has lost steps of the other.
+        In sync, servers then return to the values with which the step `clock` begins.
+        """
+        if self.clock <= clock:
+            return
+        if self.is_sync:
+            again = PsRolledBack(f"the table '{self.name}' makes step {clock} again", clock)
+            for shard in self._shards:
+                self._client.call(partial(shard.go_back, again))
+        elif self.clock - clock <= MOST_SKEW:
             for shard in self._shards:
                 shard.clock = clock
