@@ -7,7 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import pytest
+
 import hvdlite.numpy as hvd
+from hvdlite.numpy import elastic
 from tests.elastic_job import ElasticJob, Worker
 from tests.ranks import run_ranks
 
@@ -38,6 +41,24 @@ def test_the_vectors_of_a_state() -> None:
         assert set(state.weights) == {9} and (state.step, state.round) == (8, 4)
 
     run_ranks(3, main)
+
+
+def test_a_sync_that_loses_its_root_halfway_leaves_the_last_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Objects had come, and arrays had not: they are of two commits."""
+
+    def lost(*_: Any) -> None:
+        raise hvd.HorovodInternalError("rank 2 is lost", rank=2)
+
+    state = NumpyState(weights=np.full(3, 5.0), step=5)
+    monkeypatch.setattr(state, "_bcast_object", lambda saved: {**saved, "step": 6})
+    monkeypatch.setattr(elastic, "rank", lambda: 1)
+    monkeypatch.setattr(elastic, "broadcast_arrays", lost)
+    with pytest.raises(hvd.HorovodInternalError):
+        state.sync()
+    state.restore()
+    assert (state.step, set(state.weights)) == (5, {5.0})
 
 
 def test_a_job_that_loses_and_gains_ranks() -> None:

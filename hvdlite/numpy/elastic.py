@@ -55,19 +55,19 @@ class NumpyState(ObjectState):
             setattr(self, name, self._shown(getattr(self, name), tree))
 
     def sync(self) -> None:
-        """Give all ranks what rank 0 saved last: as their attributes, and as their last save."""
+        """Give all ranks what rank 0 saved last: as their attributes, and as their last save.
+
+        Where that rank is lost in between, the last save here stays what it was.
+        """
         source = sync_source()
-        self._saved_state = self._from_source(self._saved_state)
+        saved, arrays = self._from_source(self._saved_state), self._arrays
         if source.takes_part:
-            places = [
-                leaf
-                for _, leaf in named_leaves(self._saved_state, "state")
-                if isinstance(leaf, _Place)
-            ]
-            arrays = self._arrays
             if rank() != source.root_rank:
+                leaves = [leaf for _, leaf in named_leaves(saved, "state")]
+                places = [leaf for leaf in leaves if isinstance(leaf, _Place)]
                 arrays = [np.empty(place.shape, place.dtype) for place in places]
-            self._arrays = broadcast_arrays(arrays, "elastic.arrays", source)
+            arrays = broadcast_arrays(arrays, "elastic.arrays", source)
+        self._saved_state, self._arrays = saved, arrays
         self.restore()
 
     def _copies(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import pytest
 import hvdlite.jax as hvd
 from hvdlite.common.base.errors import HostsUpdatedInterrupt
 from hvdlite.common.base.host_update import HostUpdateResult
+from hvdlite.jax.elastic import state as elastic_state
 from hvdlite.jax.native import executions
 from hvdlite.jax.starting import Started, start_now
 from tests.jax.cases import Case, Outcomes, same, values
@@ -249,3 +250,24 @@ def test_programs_go_on_without_a_rank_that_was_killed(tmp_path: Path, how: str)
     for rank in range(2):
         size, params = json.loads((tmp_path / f"rank{rank}").read_text())
         assert size == 2 and params == pytest.approx([wanted] * 4)
+
+
+def test_a_sync_that_loses_its_root_halfway_leaves_the_last_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Arrays had come, and objects had not: they are of two commits."""
+
+    def lost(*_: Any) -> None:
+        raise hvd.HorovodInternalError("rank 2 is lost", rank=2)
+
+    state = hvd.elastic.JaxState(w=jnp.full(3, 5.0), step=5)
+    monkeypatch.setattr(state, "_bcast_object", lost)
+    monkeypatch.setattr(elastic_state, "allgather_object", lambda obj, *_: [obj, obj])
+    monkeypatch.setattr(elastic_state, "rank", lambda: 0)
+    monkeypatch.setattr(
+        elastic_state, "broadcast_arrays", lambda arrays, *_: [np.full_like(a, 6) for a in arrays]
+    )
+    with pytest.raises(hvd.HorovodInternalError):
+        state.sync()
+    state.restore()
+    assert state.step == 5 and state.w.tolist() == [5.0] * 3

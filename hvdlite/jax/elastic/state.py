@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -84,16 +85,19 @@ class JaxState(ObjectState):
         self._set_attributes(self._saved.restored())
 
     def sync(self) -> None:
-        """Give all ranks what rank 0 saved last: as their attributes, and as their last save."""
+        """Give all ranks what rank 0 saved last: as their attributes, and as their last save.
+
+        Where that rank is lost in between, the last save here stays what it was.
+        """
         source = sync_source()
         self._gather_parts(source)
-        saved = self._saved
+        saved, names = copy.copy(self._saved), self._saved_state
         if source.takes_part:
-            self._sync_structure(source)
+            names = self._sync_structure(saved, source)
             saved.arrays = broadcast_arrays(saved.arrays, "elastic.arrays", source)
         saved.objects = self._from_source(saved.objects)
         saved.is_part = False
-        self._is_synced = True
+        self._saved, self._saved_state, self._is_synced = saved, names, True
         self.restore()
 
     def _gather_parts(self, source: Source) -> None:
@@ -107,13 +111,13 @@ class JaxState(ObjectState):
             values = {name: getattr(self, name) for name in self._saved_state}
             self._saved = Saved(values, self._saved.arrays, alone=False)
 
-    def _sync_structure(self, source: Source) -> None:
+    def _sync_structure(self, saved: Saved, source: Source) -> dict[str, Any]:
         """Take from the root those attributes that have other leaves there, such as a longer list.
 
-        All others keep what this rank has in the nodes of its trees, such as functions. Raises
-        `ValueError` where arrays differ and no rank has a commit: none can have grown since.
+        All others keep what this rank has in the nodes of its trees, such as functions. Return the
+        names of all attributes. Raises `ValueError` where arrays differ and no rank has a commit:
+        none can have grown since.
         """
-        saved = self._saved
         told = allgather_object(
             (rank(), self._commit_number, saved.digests()), "elastic.structure", source.process_set
         )
@@ -121,7 +125,7 @@ class JaxState(ObjectState):
         names = {name for digests in of_ranks for name in digests}
         differing = {name for name in names if len({each.get(name) for each in of_ranks}) > 1}
         if not differing:
-            return
+            return self._saved_state
         kinds = saved.kinds()
         if any(commit for _, commit, _ in told):
             kinds = {path: kind for path, kind in kinds.items() if kind == OPTIMIZER}
@@ -132,7 +136,7 @@ class JaxState(ObjectState):
         saved.adopt({**kept, **sent})
         saved.is_part = False  # The root has sent all.
         saved.enter_world()
-        self._saved_state = dict.fromkeys({**kept, **sent})
+        return dict.fromkeys({**kept, **sent})
 
     def _interrupt(self, kinds: int) -> None:
         """Let programs end: what they start after this would be started in the next world."""
