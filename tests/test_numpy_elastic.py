@@ -6,7 +6,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
 import pytest
 
 import hvdlite.numpy as hvd

@@ -62,7 +62,9 @@ class ThreadWorker:
         rows = [[part.key, part.start, part.stop, part.server] for part in parts]
         servers = len(self.servers)
         body = {"first_key": first_key, "parts": rows, "servers": servers, "layout": 1}
-        links: Any = [Link(self.client, server.address) for server in self.servers]
+        links = [ServerLink(self.client, n, lambda: self.number) for n in range(servers)]
+        for link, server in zip(links, self.servers, strict=True):
+            link.follow(server.address)
         return RemoteTable(
             Message("layout", 0, name, body=body), specs, options, values, self.client,
             lambda _: links, self.number, Message("declare", 0, name),
@@ -71,15 +73,6 @@ class ThreadWorker:
 
 LOCK = threading.Lock()
 OF_THREAD = threading.local()
-
-
-class Link:
-    def __init__(self, client: Client, address: str) -> None:
-        self.connection = client.connect(address, "server")
-        self.send = self.connection.send
-
-    def add(self, shard: Any) -> None:
-        self.connection.receive = shard.receive
 
 
 @pytest.fixture(autouse=True)

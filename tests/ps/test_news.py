@@ -12,6 +12,7 @@ from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import WORKER, ClusterSettings
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.server.migration import Migration
+from hvdlite.ps.server.running import _End
 from hvdlite.ps.worker.layout_follower import LayoutFollower
 
 
@@ -119,3 +120,15 @@ def test_tables_of_the_same_steps_come_to_other_servers_at_one_step(
         "change": 7,
         "clocks": dict(zip("trx", told, strict=True)),
     }
+
+
+def test_a_server_looks_at_the_news_of_one_moment() -> None:
+    """Those that come while it looks say that the next layout counts, and name no change."""
+    change = {"identity": 7, "servers": 2}
+    news: dict[str, Any] = {"layout": 1, "layout_servers": 1, "change": change, "workers": [0]}
+    checkpoints, migration = Mock(), Mock()
+    checkpoints.look = lambda _: news.update(layout=2, layout_servers=2, change=None)
+    ended = _End(Mock(workers={0}), migration, checkpoints, 0, news)
+    assert not ended()
+    (seen,) = migration.look.call_args[0]
+    assert (seen["layout"], seen["change"]) == (1, change)

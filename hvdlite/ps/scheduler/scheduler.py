@@ -252,7 +252,9 @@ class Scheduler:
             for to, each in answers
         ]
         member = self.membership.member_of(peer)
-        if hello.joins and member is not None and member.role == SERVER:
+        joins = hello.joins and member is not None and member.role == SERVER
+        # One that keeps tables comes again, and may have been told to go.
+        if member is not None and joins and member.number >= self.registry.layout.num_servers:
             self.changes.wanted = max(self.changes.wanted, member.number + 1)
         self._keep()
         return answers

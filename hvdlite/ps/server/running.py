@@ -119,17 +119,18 @@ class _End:
         self._empty_since: float | None = None
 
     def __call__(self) -> bool:
-        if failure := self._news.get("client_failure") or self._news.get("failure"):
+        news = dict(self._news)  # Others may come at any time: a layout without its change.
+        if failure := news.get("client_failure") or news.get("failure"):
             raise HorovodInternalError(failure)
-        workers = self._news.get("workers", self._server.workers)
+        workers = news.get("workers", self._server.workers)
         # First: what is loaded has no push that a worker which is lost has held up.
-        self._checkpoints.look(self._news)
+        self._checkpoints.look(news)
         self._server.set_workers(workers)
-        self._migration.look(self._news)
-        keeps = self._number < self._news.get("layout_servers", 0)
+        self._migration.look(news)
+        keeps = self._number < news.get("layout_servers", 0)
         self._is_used |= keeps
         # One that was to go may be among the servers of the change that is under way.
-        change = self._news.get("change")
+        change = news.get("change")
         comes = change is not None and self._number < change["servers"]
         if workers and (keeps or comes or not self._is_used):
             self._empty_since = None

@@ -69,6 +69,7 @@ class Table:
         # Worker -> its process that has started here since the last load. What comes of another one
         # was sent before.
         self._started: dict[int, bytes] = {}
+        self._left: dict[int, tuple[bytes, int]] = {}  # Lost workers: who they were, their clocks.
         self._pulls: dict[int, Pull] = {}
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
@@ -194,6 +195,8 @@ class Table:
         self._workers = set(workers)
         for worker in [*self.clocks.finished]:
             if worker not in workers and self.begun:
+                if worker in self._started:
+                    self._left[worker] = self._started[worker], self.clocks.finished[worker]
                 self.clocks.leave(worker)
         if self.begun:
             return self._welcome() + self._go_on()
@@ -281,7 +284,8 @@ class Table:
         sync, waiting = self.clocks.mode.name == SYNC, sorted(self._starts.waiting.items())
         for worker, start in waiting:  # First, as others may begin where these are.
             if start.clock is not None:
-                known = self.clocks.finished.get(worker, 0)
+                peer, clock = self._left.pop(worker, (b"", 0))
+                known = self.clocks.finished.get(worker, clock if peer == start.peer else 0)
                 # In sync, the version contains all steps before it, and no step after it.
                 self.clocks.finished[worker] = max(known, self.version if sync else start.clock)
         for worker, start in waiting:

@@ -86,6 +86,8 @@ def _make(
     """Make all phases, and again from the first one where servers change in between."""
     repeat = 0
     while True:
+        for table in tables.values():  # They are not where their user takes them to be.
+            table.raise_if_rolled_back()
         attempt = [answer["turn"], repeat]
         phases = _Phases(worker, tables, what, attempt, os.path.abspath(directory))
         try:

@@ -71,6 +71,8 @@ class RemoteTable(TableShards):
         self._begin_early()
 
     def _pulled(self) -> Callable[[int], Sequence[Buffer] | None]:
+        if self.is_sync and len({shard.version for shard in self._shards}) > 1:
+            return lambda server: None  # Values of two versions are those of none.
         tensors = [np.empty(spec.size, dtype_of(spec.dtype)) for spec in self.specs]
         for blocks, shard in zip(self._blocks, self._shards, strict=True):
             if shard.pulled is None:
@@ -128,11 +130,10 @@ class RemoteTable(TableShards):
             except MovedError:
                 continue
             except PsRolledBack:
-                self._rolled_back = None
+                self.forget_rollback()
+                # A worker that has made no step here has lost none: it begins where servers stand.
                 if self.has_pushed:
                     raise
-                # A worker that has made no step here has lost none: it begins where servers stand.
-                self.forget_rollback()
         for blocks, answer in zip(every, answers, strict=True):
             for block, data in zip(blocks, answer.payloads, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)

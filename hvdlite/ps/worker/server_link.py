@@ -118,6 +118,10 @@ class ServerLink:
             shards = self._shards
         for shard in shards:
             shard.fail(error)
+        self.fail_requests(error)
+
+    def fail_requests(self, error: Exception) -> None:
+        """End what was asked of the server itself, which will not answer as things are now."""
         requests, self._requests = self._requests, {}
         for _, done in requests.values():
             done(error)

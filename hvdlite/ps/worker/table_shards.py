@@ -228,6 +228,9 @@ class TableShards:
             table._rolled_back = error
         for shard in [shard for table in tables for shard in table._shards]:
             shard.go_back(error)
+        # A save or a load waits for steps that no server has any more.
+        for link in self._links(len(self._shards)):
+            link.fail_requests(error)
 
     def forget_rollback(self) -> None:
         """Take it that the user has heard of a rollback."""
@@ -236,8 +239,9 @@ class TableShards:
 
     def raise_if_rolled_back(self) -> None:
         """Raise the `PsRolledBack` that nobody has heard of yet."""
-        error, self._rolled_back = self._rolled_back, None
+        error = self._rolled_back
         if error is not None:
+            self.forget_rollback()
             raise error
 
     def _unless_rolled_back(self, push: Begin, done: Done) -> None:

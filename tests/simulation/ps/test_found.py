@@ -124,6 +124,66 @@ FOUND = {
         ),
         saves=(0, 2), back=(0, 2), rows=True,
     ),
+    # One table went back to a snapshot, and waited for a worker that waited for the other one.
+    "a table goes back without a worker that has nothing to ask of it": PsProgram(
+        4062617, 2, 3, "sync", None, 5, every=3, latency=1e-4, pause=0.3, bytes_per_second=1e6,
+        blows=(Blow(1.424948467792547, "kill", "server 1", seconds=0.3146318703787327),),
+        rows=True,
+    ),
+    # A worker that had come again pushed to one of two tables that both had lost steps.
+    "a worker without a step hears of a rollback": PsProgram(
+        8062629, 2, 2, "sync", None, 3, every=3, latency=5e-3, bytes_per_second=1e6,
+        blows=(
+            Blow(1.424948467792547, "kill", "server 1", seconds=0.009832245949335397),
+            Blow(0.7154625007781436, "kill", "worker 0", seconds=0.7043960112355626),
+        ),
+        scales=((2, 2),), rows=True,
+    ),
+    # What a worker makes again was forgotten when servers came.
+    "a worker makes a step again after a move": PsProgram(
+        8000265, 1, 2, "ssp", 0, 1, every=3, latency=1e-4,
+        blows=(
+            Blow(0.4604220102676557, "crash", "server 0", seconds=0.007251275056943346),
+            Blow(0.1709027542245597, "join", "server 1", seconds=0.0078125),
+            Blow(0.0, "kill", "worker 1", seconds=0.13594891955473665, sends=2, of="push_rows"),
+        ),
+        rows=True,
+    ),
+    # The only worker was lost between the pushes to two tables each time, and servers came.
+    "a worker is lost between two tables, and servers come": PsProgram(
+        5, 1, 1, "sync", None, 4, every=1, latency=1e-4, pause=1e-2, rows=True,
+        blows=(
+            Blow(0.0, "cut", "worker 0", "server 0", 0.05, 2, "push_rows"),
+            Blow(0.0, "kill", "worker 0", seconds=0.7, sends=2, of="push_rows"),
+            Blow(0.1, "join", "server 1"),
+            Blow(0.0, "cut", "worker 0", "server 0", 0.05, 3, "push_rows"),
+            Blow(0.0, "cut", "worker 0", "server 1", 0.05, 3, "push_rows"),
+            Blow(0.0, "kill", "worker 0", seconds=0.2, sends=3, of="push_rows"),
+        ),
+    ),
+    # Servers had answered a pull with two versions when others came: what a server that was lost
+    # was offered then was of both.
+    "servers come between two answers to a pull": PsProgram(
+        5, 2, 1, "sync", None, 5, part_bytes=16, latency=1e-4, pause=0.1,
+        blows=(
+            Blow(0.121, "stall", "server 1", "worker 0", 2.0), Blow(0.06, "join", "server 2"),
+            Blow(0.23, "kill", "server 2", seconds=0.1),
+        ),
+    ),
+    # A save and a load waited for steps that no server had any more.
+    "a server loses steps amid a save": PsProgram(
+        5, 1, 2, "sync", None, 7, every=3, latency=1e-4, pause=1e-2, saves=(5,), rows=True,
+        blows=(Blow(0.0, "kill", "worker 0", "server 0", 0.1, 1, "save"),),
+    ),
+    "a server loses steps amid a load": PsProgram(
+        5, 1, 1, "sync", None, 7, every=3, latency=1e-4, pause=1e-2, back=(1, 5), rows=True,
+        blows=(Blow(0.0, "kill", "worker 0", "server 0", 0.1, 1, "load"),),
+    ),
+    # A worker that had been silent for long came again with a push that had been counted.
+    "a worker is forgotten between its push and its pull": PsProgram(
+        5, 1, 2, "async", None, 4, latency=1e-4, pause=1e-3,
+        blows=(Blow(0.0, "stop", "worker 1", seconds=25.0, sends=1, of="push"),),
+    ),
     # A worker heard first that a server was no more, and then waited for its answer for ever.
     "a server leaves amid a save": PsProgram(
         5037392, 2, 1, "async", None, 2, every=1, latency=1e-5,
@@ -142,3 +202,19 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_stays_mended(name: str) -> None:
     assert play_ps(FOUND[name]).broken is None
+
+
+def test_a_server_that_was_told_to_go_and_comes_again_goes() -> None:
+    """It had joined, and says so each time; it kept its parts until the end of the job."""
+    steps = 40
+    program = PsProgram(
+        5, 1, 1, "sync", None, steps, every=1, latency=1e-4, pause=0.3, scales=((14, 1),),
+        blows=(
+            Blow(0.06, "join", "server 1"),
+            Blow(0.0, "kill", "worker 0", "server 1", 0.1, 1, "scale"),
+        ),
+    )  # fmt: skip
+    job = play_ps(program)
+    assert job.broken is None
+    pushes = [line for line in job.world.story() if " push t " in line and "-> server 1" in line]
+    assert 0 < len(pushes) < steps // 2
