@@ -31,6 +31,7 @@ from hvdlite.ps.tables.description import TableDescription, describe_table  # no
 from hvdlite.ps.tables.saved import SavedTable, join  # noqa: E402
 from hvdlite.ps.tables.table import Saved  # noqa: E402
 from hvdlite.ps.worker.remote_table import RemoteTable  # noqa: E402
+from hvdlite.ps.worker.server_link import ServerLink  # noqa: E402
 from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
 
 New = Callable[[], Any]
