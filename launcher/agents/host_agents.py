@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.agent_connection import (
     AgentConnection,
     AgentHost,
@@ -52,6 +53,10 @@ class AgentUser(ABC):
     @abstractmethod
     def lost(self, agent: AgentConnection) -> None:
         """Note that the channel of an agent has ended; nobody has let it go."""
+
+    def unstarted(self, agent: AgentConnection, error: Exception) -> None:
+        """Note that this host cannot start what leads to an agent: most jobs end by that."""
+        raise error
 
     @abstractmethod
     def silent(self, agent: AgentConnection, seconds: float) -> None:
@@ -108,6 +113,7 @@ class HostAgents:
         """
         coming = sum(not agent.folder for agent in self._deadlines)
         ending = {agent.host.name for agent in self._leaving}
+        unstarted: list[tuple[AgentConnection, Exception]] = []
         for _ in range(len(self._waiting)):
             if coming >= MOST_AT_ONCE:
                 break
@@ -116,8 +122,13 @@ class HostAgents:
                 self._waiting.append(agent)
                 continue
             self._deadlines[agent] = time.monotonic() + self._start_seconds
-            self._begin(agent)
+            try:
+                self._begin(agent)
+            except (ConfigError, OSError) as error:
+                unstarted.append((agent, error))
             coming += 1
+        for agent, why in unstarted:
+            self._user.unstarted(agent, why)
 
     def _begin(self, agent: AgentConnection) -> None:
         command, environ, loop = self._command(agent), self._environ, self._job.loop
@@ -260,7 +271,12 @@ class HostAgents:
 
     def _tidy(self, agent: AgentConnection, groups: list[int]) -> None:
         command = removal_command(agent, groups, self._job.options, self._environ)
-        self._tidying[LeadingProcess(command, self._environ, self._job.loop)] = agent
+        try:
+            process = LeadingProcess(command, self._environ, self._job.loop)
+        except OSError as error:  # The outcome of the job is another one's.
+            self._job.say(f"a folder may stay on host {agent.host.name}: {error}")
+        else:
+            self._tidying[process] = agent
 
     def tidy_later(self, agent: AgentConnection) -> None:
         """Remove the folder of an agent when its host has another one, or at the end of the job.

@@ -226,7 +226,15 @@ class ElasticDriver:
     # -- discovery
 
     def _watch(self) -> None:
-        """Discover again and again, and let time pass in between."""
+        """Discover again and again, and let time pass in between; end the job where that fails."""
+        try:
+            self._look_again_and_again()
+        except Exception as error:
+            log.exception("the elastic driver has failed")
+            self.stop(f"the elastic driver has failed: {error!r}")
+        self._stop_rendezvous()
+
+    def _look_again_and_again(self) -> None:
         discover_at = time.monotonic()
         while not self.finished():
             if time.monotonic() >= discover_at:
@@ -237,7 +245,6 @@ class ElasticDriver:
                     self._driver.tick(time.monotonic())
                     self._carry_out()
             self._shutdown.wait(min(TICK_SECONDS, max(0.0, discover_at - time.monotonic())))
-        self._stop_rendezvous()
 
     def _discover(self) -> None:
         try:
@@ -260,7 +267,10 @@ class ElasticDriver:
         coordinator = self.get_coordinator_info() if kind else None
         client = self.get_worker_client(coordinator) if coordinator is not None else None
         if client is not None:
-            client.notify_hosts_updated(self._timestamp, kind)
+            try:
+                client.notify_hosts_updated(self._timestamp, kind)
+            except Exception as error:  # It may have ended meanwhile.
+                log.warning("a worker cannot hear that hosts have changed: %s", error)
 
     # -- what the decisions want
 
@@ -331,11 +341,13 @@ class ElasticDriver:
         with self._changed:
             worker.result = result
             code = result[0]
-            if not self.finished() and not worker.dropped and self._driver is not None:
-                if code == 0:
+            if not self.finished() and self._driver is not None:
+                if code == 0 and not worker.dropped:
                     self.stop()
                 else:
-                    self._host_manager.blacklist(worker.start.host)
+                    if not worker.dropped:
+                        self._host_manager.blacklist(worker.start.host)
+                    # Of one that was to end, too: another one may have its slot now.
                     self._driver.worker_ended(
                         worker.start.number, code, cause or None, False, time.monotonic()
                     )

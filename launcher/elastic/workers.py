@@ -218,6 +218,12 @@ class ElasticWorkers(DriverLoop, AgentUser):
             why = f"its agent {spell_end(code)}"
         self._lose(agent, why)
 
+    def unstarted(self, agent: AgentConnection, error: Exception) -> None:
+        """Do without a host where others train; raise what no job of this host can do without."""
+        if not self.workers:
+            raise error
+        self._lose(agent, f"its agent cannot be started here: {error}")
+
     def overdue(self, agent: AgentConnection, seconds: float) -> None:
         name = agent.host.name
         text = explain_silence(name, seconds, runs=bool(agent.folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 import threading
@@ -263,6 +264,80 @@ def test_growth_is_told_to_rank_0_and_leads_to_a_larger_world(make_driver: MakeD
     results = job.driver.get_results()
     assert results.error_message is None
     assert (job.sizes, job.told[:1]) == ([2, 4], [HostUpdateResult.added])
+
+
+def test_a_worker_that_cannot_be_told_of_hosts_does_not_end_the_discovery(
+    make_driver: MakeDriver,
+) -> None:
+    """It ends as hosts change: nobody looked for hosts any more, and no limit of time counted."""
+    hosts = FixedHosts({"host-1": 2})
+    job = Grower(make_driver, hosts)
+    tell, refused = job.tell, threading.Event()
+
+    def refuse_first(timestamp: int, kind: int) -> None:
+        if not refused.is_set():
+            refused.set()
+            raise ConnectionRefusedError("the worker has ended")
+        tell(timestamp, kind)
+
+    client: Any = job.driver.get_worker_client(None)  # type: ignore[arg-type]
+    client.notify_hosts_updated.side_effect = refuse_first
+    job.driver.start(2, job.work)
+    while not job.sizes:
+        time.sleep(0.01)
+    hosts.set({"host-1": 2, "host-2": 1})
+    assert refused.wait(10)
+    hosts.set({"host-1": 2, "host-2": 2})
+    assert job.driver.get_results().error_message is None
+    assert job.sizes == [2, 4]
+
+
+def test_what_fails_while_hosts_are_watched_ends_the_job_with_a_word(
+    make_driver: MakeDriver,
+) -> None:
+    hosts = FixedHosts({"host-1": 2})
+    job = Grower(make_driver, hosts)
+    job.driver.start(2, job.work)
+    while not job.sizes:
+        time.sleep(0.01)
+    decisions: Any = job.driver._driver
+    decisions.tick = MagicMock(side_effect=KeyError("a host"))
+    message = job.driver.get_results().error_message
+    assert message is not None and "the elastic driver has failed: KeyError('a host')" in message
+
+
+def test_a_host_that_is_shown_again_is_used_again(make_driver: MakeDriver) -> None:
+    """The worker that was told to end there has ended, and holds no slot any more."""
+    hosts = FixedHosts({"host-1": 1, "host-2": 1})
+    driver = make_driver(hosts, 1, 4)
+    began: queue.Queue[str] = queue.Queue()
+    ended = threading.Event()
+
+    def reset(host: str) -> None:  # It waits for the next world.
+        threading.Thread(target=driver.record_ready, args=(host, 0), daemon=True).start()
+
+    def work(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        reset(slot.hostname)
+        began.put(slot.hostname)
+        wait_for_one(events)
+        if slot.hostname == "host-2":
+            ended.set()
+        return 1, time.time()
+
+    driver.start(2, work)
+    assert {began.get(timeout=10), began.get(timeout=10)} == {"host-1", "host-2"}
+    hosts.set({"host-1": 1})
+    while "host-2" in driver._host_manager.found:
+        time.sleep(0.01)
+    reset("host-1")
+    reset("host-2")
+    assert ended.wait(10)
+    hosts.set({"host-1": 1, "host-2": 1})
+    while "host-2" not in driver._host_manager.found:
+        time.sleep(0.01)
+    reset("host-1")
+    assert began.get(timeout=20) == "host-2"
+    driver.stop()
 
 
 def test_the_reset_limit_ends_the_job(make_driver: MakeDriver) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -171,6 +172,26 @@ def test_a_slot_without_a_device_ends_no_rank_and_is_told_once(tmp_path: Path) -
         assert job.end() == 0
     assert sum("device 2" in line for line in job.watch.err) == 1, job.watch.err
     assert {place.size for place in job.watch.places()} == {1, 2}
+
+
+def test_a_host_whose_agent_cannot_be_started_is_done_without(tmp_path: Path) -> None:
+    path, slots = tmp_path / "hosts.sh", tmp_path / "slots"
+    path.write_text(f"#!/bin/sh\nwhile read line; do echo $line; done <'{slots}'\n")
+    path.chmod(0o755)
+    slots.write_text("localhost:2\n")
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    python.chmod(0o755)
+    words = ("-np", "2", "--min-np", "1", "--max-np", "4", "--host-discovery-script", str(path))
+    with elastic(tmp_path, *words, PATH=str(tmp_path / "bin"), forked=()) as job:
+        job.watch.world(2)
+        (tmp_path / "more").write_text("localhost:2\n192.0.2.7:1\n")
+        (tmp_path / "more").replace(slots)
+        line = job.watch.line("its agent cannot be started here")
+        assert "192.0.2.7" in line and "there is no ssh here: install an ssh client" in line
+        assert job.end() == 0
+    assert sum("done rank" in line for line in job.watch.out) == 2
 
 
 @pytest.mark.parametrize(
