@@ -82,6 +82,29 @@ def test_a_late_answer_to_a_push_does_not_end_the_next_one() -> None:
     assert ends == ["first", "pull", "second"]
 
 
+@pytest.mark.parametrize("told", [1, 0])
+def test_a_push_that_was_not_answered_counts_where_the_next_servers_have_it(told: int) -> None:
+    """One of a worker that was silent while they changed may be on none of them."""
+    sent: list[Message] = []
+    old, ends = started_shard([]), []
+    old.push({}, [b"gradients"], ends.append)
+    new = Shard("t", 0, 3, {}, list, lambda message: sent.append(message) or len(sent))
+    new.take_over(old, old.known_clock, 0, 0, [b"values"])
+    new.confirm(old.retire())
+    new.pull(ends.append)
+    new.come_again()
+    assert not ends and sent[0].body["clock"] == 0
+    new.receive(Message("started", 1, "t", 5, body={"clock": told}))
+    if told == 1:
+        assert [end.kind for end in ends] == ["pushed"]
+        assert [message.kind for message in sent] == ["start", "pull"]
+    else:
+        assert len(ends) == 2
+        for error in ends:
+            assert isinstance(error, HorovodInternalError)
+            assert "worker 3 was silent" in str(error) and "its push of step 0" in str(error)
+
+
 def test_a_pull_behind_a_push_that_is_refused_fails_too() -> None:
     """The server answers no pull before it has the pushes that the worker counts."""
     sent: list[Message] = []

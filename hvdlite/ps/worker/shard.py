@@ -66,6 +66,8 @@ class Shard:
         self._extra: dict[str, Any] = {}  # What the next `start` says besides.
         self._error: Exception | None = None  # Why the server is lost for good.
         self.records = OFF
+        # The step whose pushes to former servers were not answered, and who waits for that.
+        self._unconfirmed: tuple[int, Sequence[Callable[[Message | Exception], None]]] | None = None
         self.on_rollback: Callable[[PsRolledBack], None] = _nothing
         # See [Note: first values]: the worker whose values all servers take; whose this one has;
         # what is to be done when a server wants this worker's, and has taken them.
@@ -155,16 +157,27 @@ class Shard:
         self.version, self.pulled = (version, pulled) if pulled is not None else (-1, None)
         self.load = load
 
-    def retire(self) -> None:
-        """End what waits here: all pushes have come, and pulls are to be made anew."""
+    def retire(self) -> Sequence[Callable[[Message | Exception], None]]:
+        """End what waits here: pulls are to be made anew. Return who waits for a push.
+
+        Servers that change have all pushes of the workers that take part in it.
+        """
         self._ids.clear()
         self._error = MovedError()
         self.is_used = False
         first, self._on_start = self._on_start, None
         if first is not None:
             first(MovedError())
-        self._end("push", Message("pushed", table=self.table))
+        pushed = [] if self._unconfirmed is None else [*self._unconfirmed[1]]
+        if self._push is not None and self._push.done is not _nothing:
+            pushed.append(self._push.done)
+            self._push.done = _nothing
         self._end("pull", MovedError())
+        return pushed
+
+    def confirm(self, pushed: Sequence[Callable[[Message | Exception], None]]) -> None:
+        """Tell those that wait for the last push whether the server has it, when it says so."""
+        self._unconfirmed = self.clock - 1, pushed
 
     def offer(self) -> None:
         """Give first values to a server that wants them."""
@@ -260,6 +273,7 @@ class Shard:
             self._extra = {}
             self._of = message.body.get("of")
             self._take_clock(message)
+            self._confirm(message.body["clock"])
             for word in ("push", "pull"):
                 self._send_again(word)
         elif message.kind == "restarted":  # The table has begun, or awaits another's values.
@@ -293,6 +307,23 @@ class Shard:
             # The others have gone on without this worker, where its clock is a later one.
             self.clock = max(self.clock, clock)
 
+    def _confirm(self, clock: int) -> None:
+        if self._unconfirmed is not None and clock > self._unconfirmed[0]:
+            self._end_unconfirmed(Message("pushed", table=self.table))
+        elif self._unconfirmed is not None:
+            why = (
+                f"worker {self._worker} was silent for so long that the servers changed without "
+                f"it: its push of step {self._unconfirmed[0]} of the table '{self.table}' is lost. "
+                "Start it again"
+            )
+            self.fail(HorovodInternalError(why))
+
+    def _end_unconfirmed(self, result: Message | Exception) -> None:
+        if self._unconfirmed is not None:
+            (_, waiting), self._unconfirmed = self._unconfirmed, None
+            for pushed in waiting:
+                pushed(result)
+
     # -- parts
 
     @property
@@ -319,7 +350,8 @@ class Shard:
             "load": self.load if self.version >= 0 else 0, **self._extra,
         }  # fmt: skip
         if self._stands:  # Else the server tells: a load may have undone what it had said before.
-            body["clock"] = self.clock if self._push is None else self._push.message.clock
+            own = self.clock if self._push is None else self._push.message.clock
+            body["clock"] = own if self._unconfirmed is None else self._unconfirmed[0]
         self._ids.clear()
         self._note("start", Message("start", 0, self.table, 0, self.layout, body))
 
@@ -362,6 +394,7 @@ class Shard:
             first(error)
         for word in ("push", "pull"):
             self._end(word, error)
+        self._end_unconfirmed(error)
         self._push = None
 
     def _words(self, message: Message) -> str:

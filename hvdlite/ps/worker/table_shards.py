@@ -296,8 +296,8 @@ class TableShards:
             other = old[min(server, len(old) - 1)]
             shard.take_over(other, self.known_clock, version, load, pulled(server))
         self._shards, self.layout = shards, answer.body["layout"]
-        for shard in old:
-            shard.retire()
+        if waiting := [pushed for shard in old for pushed in shard.retire()]:
+            shards[0].confirm(waiting)
         for shard in shards:
             shard.come_again()
 
