@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +12,8 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
+from hvdlite.common.elastic import run as elastic_run
+from hvdlite.common.runtime import worlds
 from hvdlite.numpy import elastic
 from tests.elastic_job import ElasticJob, Worker
 from tests.ranks import run_ranks
@@ -58,6 +63,30 @@ def test_a_sync_that_loses_its_root_halfway_leaves_the_last_save(
         state.sync()
     state.restore()
     assert (state.step, set(state.weights)) == (5, {5.0})
+
+
+def test_a_sync_that_has_come_counts_whatever_becomes_of_its_root(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The values are those of the world's commit, and others may need them by its number."""
+
+    @contextmanager
+    def lost_at_the_end(_world: Any) -> Iterator[None]:
+        yield
+        raise hvd.HorovodInternalError("rank 0 is lost", rank=0)
+
+    world = SimpleNamespace(epoch=2, behind=(1, 2), root=0, commit=10)
+    monkeypatch.setattr(worlds, "current_world", lambda: world)
+    monkeypatch.setattr(elastic_run, "find", lambda: "runtime")
+    monkeypatch.setattr(elastic_run, "source_of", lost_at_the_end)
+    monkeypatch.setattr(elastic_run, "_settled", {})
+    state = NumpyState(step=9)
+    state._commit_number = 9
+    monkeypatch.setattr(state, "sync", lambda: None)
+    loop = elastic_run._Loop(state, lambda _held: None, elastic_run.is_loss, own_reset=False)
+    with pytest.raises(hvd.HorovodInternalError):
+        loop._sync_in_world()
+    assert state._commit_number == 10
 
 
 def test_a_job_that_loses_and_gains_ranks() -> None:

@@ -253,6 +253,20 @@ def test_a_server_that_returns_takes_the_newest_values(
     ] == told
 
 
+def test_a_server_that_returns_has_the_hyperparameters_of_its_workers() -> None:
+    """They send them when they change, and the snapshot is older."""
+    table, (worker,) = new_table(Mode(SYNC)), job(1).values()
+    workers = {b"w0": worker}
+    deliver(table, workers, worker.start(table))
+    deliver(table, workers, worker.push(table, {"numbers": [{"lr": 2.0}]}))
+    saved = table.copy()
+    table = new_table(Mode(SYNC), incarnation=2)
+    table.restore(saved)
+    body = {"version": 1, "clock": 1, "numbers": [{"lr": 0.25}]}
+    deliver(table, workers, worker.send(table, Message("start", body=body)))
+    assert table.copy().numbers == [{"lr": 0.25}]
+
+
 @pytest.mark.parametrize(("momentum", "loads"), [(True, False), (False, False), (True, True)])
 def test_a_state_that_nobody_has_kept_begins_anew_and_that_is_said(
     momentum: bool, loads: bool, caplog: pytest.LogCaptureFixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,10 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
+from hvdlite.common.base.host_update import HostUpdateResult
+from hvdlite.common.elastic import run as elastic_run
+from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime.current import find
 from hvdlite.torch.elastic import handlers
 from hvdlite.torch.elastic.sampler import ElasticSampler
 from hvdlite.torch.elastic.state import (
@@ -423,3 +428,108 @@ def test_handlers_say_what_they_need() -> None:
     for method in ("save", "restore", "sync"):
         with pytest.raises(NotImplementedError):
             getattr(handlers.StateHandler(1), method)()
+
+
+def divided(rank: int) -> tuple[Any, TorchState, Callable[[], None]]:
+    """A model whose optimizer's state is divided, its state, and a step of it."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        plain, named_parameters=model.named_parameters(), shard_state=True
+    )
+    state = TorchState(model, optimizer, step=0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        state.step += 1
+
+    return model, state, step
+
+
+def die(rank: int) -> None:
+    running = find()
+    assert running is not None
+    running.engine.abandon(hvd.HorovodInternalError(f"rank {rank} died", rank=rank))
+
+
+def test_a_save_that_loses_a_part_of_the_state_leaves_the_last_one() -> None:
+    """A rank dies between its step and its commit, and the parts of all are gathered there."""
+
+    def main(rank: int) -> None:
+        model, state, step = divided(rank)
+        step()
+        state.save()
+        saved = model.weight.clone()
+        step()
+        if rank == 2:
+            die(rank)
+            return
+        with pytest.raises(hvd.HorovodInternalError):
+            state.save()
+        state.restore()
+        assert torch.equal(model.weight, saved) and state.step == 1
+
+    run_ranks(3, main)
+
+
+def test_a_loss_while_an_interrupt_saves_leads_to_the_next_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host that goes away has a part of the state."""
+
+    class NextWorldError(BaseException):
+        pass
+
+    def reset(_held: Callable[[], int]) -> None:
+        raise NextWorldError
+
+    monkeypatch.setattr(worlds, "world_is_broken", lambda: False)
+
+    def main(rank: int) -> None:
+        _, state, step = divided(rank)
+
+        def train() -> None:
+            step()
+            if rank == 2:
+                die(rank)
+                raise SystemExit
+            state._interrupt(HostUpdateResult.removed)
+
+        loop = elastic_run._Loop(state, reset, elastic_run.is_loss, own_reset=False)
+        with pytest.raises(SystemExit if rank == 2 else NextWorldError):
+            loop.run(train)
+
+    run_ranks(3, main)
+
+
+def test_a_sync_that_loses_its_root_amid_models_leaves_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever was given first: only weights that have changed tell of it, by their versions."""
+    real = handlers.broadcast_flat
+
+    def lost(tensors: Any, name: str, source: Any) -> Any:
+        if name == "elastic.model":
+            raise hvd.HorovodInternalError("rank 0 is gone", rank=0)
+        return real(tensors, name, source)
+
+    monkeypatch.setattr(handlers, "broadcast_flat", lost)
+
+    def main(rank: int) -> None:
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state = TorchState(optimizer=optimizer, network=model, commit="step", step=0)
+        for _ in range(1 if rank else 2):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+            state.save()
+        with pytest.raises(hvd.HorovodInternalError):
+            state.sync()
+        state.restore()
+        momentum = optimizer.state[model.weight]["momentum_buffer"]
+        assert (momentum == (1.0 if rank else 1.9)).all()
+
+    run_ranks(2, main)

@@ -426,6 +426,10 @@ class Coordinator:
         for process_set_id in gone:
             del self._sets[process_set_id]
         # The id may be given to another set, for which these would be wrong.
+        self._ready = [
+            each._replace(bit=NO_BIT) if each.request.process_set_id in gone else each
+            for each in self._ready
+        ]
         self._evictions = [e for e in self._evictions if e.process_set_id not in gone]
         self._announced = {key for key in self._announced if key[0] not in gone}
         self._cut.clear()
@@ -526,8 +530,8 @@ class Coordinator:
 
     def _item(self, process_set_id: int, response: Response) -> Response | int:
         """Return what a segment holds for a response: only the bit if the members know it."""
-        if response.bit == NO_BIT or process_set_id not in self._sets:
-            return response  # Its set has been removed since: its id may be given to another one.
+        if response.bit == NO_BIT:
+            return response
         key = (process_set_id, response.bit)
         if key in self._announced:
             return response.bit

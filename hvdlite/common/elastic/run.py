@@ -133,12 +133,13 @@ class _Loop:
             if joins:
                 self._reset(self._held_commit)
             try:
-                if joins:
-                    self._state.on_reset()
-                self._sync()
-                return func()
-            except HostsUpdatedInterrupt as interrupt:
-                self._keep_values(interrupt)
+                try:
+                    if joins:
+                        self._state.on_reset()
+                    self._sync()
+                    return func()
+                except HostsUpdatedInterrupt as interrupt:
+                    self._keep_values(interrupt)  # By a collective, where a state is divided.
             except Exception as error:
                 if not self._is_loss(error) or self._is_final():
                     raise
@@ -183,7 +184,8 @@ class _Loop:
             elif world.behind:
                 with source_of(world):
                     state.sync()
-                held = max(world.commit, state._first_commit)
+                    # All of it is here, whatever becomes of those who took part.
+                    held = max(world.commit, state._first_commit)
             _settled[runtime] = world.epoch
         finally:
             state._commit_number = held

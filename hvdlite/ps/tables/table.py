@@ -186,7 +186,8 @@ class Table:
             body.get("enters", 0), body.get("first"), body.get("load", 0),
         )  # fmt: skip
         self._starts.add(worker, start)
-        if not self._numbers and body.get("numbers"):
+        # Those of a snapshot are older ones than those of a worker that has lived on.
+        if body.get("numbers") and (not self._numbers or (self._restored and not self.begun)):
             self._numbers = list(body["numbers"])
         return self.look(workers)
 

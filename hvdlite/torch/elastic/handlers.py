@@ -31,6 +31,9 @@ class StateHandler:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def gather(self) -> None:
+        """Get what other ranks have of the value, for the `save` that follows."""
+
     def save(self) -> None:
         """Copy the value."""
         raise NotImplementedError
@@ -105,20 +108,28 @@ class OptimizerStateHandler(StateHandler):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._saved = Snapshot()
+        self._gathered: dict[str, Any] | None = None
         self.save()
+
+    def gather(self) -> None:
+        """Get all of a state that is divided among the ranks: its parts would be lost with them."""
+        if self._is_divided():
+            self._gathered = self.value.consolidate()
 
     def save(self) -> None:
         """Copy the state dict, in `by_step` the options only."""
         if self.by_step:
             self._saved.take(_options(self.value))
-        else:
-            # The parts of a state that is divided among the ranks would be lost with them.
-            consolidate = getattr(self.value, "consolidate", self.value.state_dict)
-            self._saved.take(consolidate())
+            return
+        if self._gathered is None:
+            self.gather()
+        gathered, self._gathered = self._gathered, None
+        self._saved.take(self.value.state_dict() if gathered is None else gathered)
 
     def restore(self) -> None:
         """Load what was saved, and forget gradients, and reductions that are in flight."""
         self._forget_gradients()
+        self._gathered = None  # Of a save that has failed.
         saved = self._saved.tree()
         if self.by_step:
             for group, options in zip(self.value.param_groups, saved, strict=True):

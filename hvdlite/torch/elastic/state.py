@@ -207,9 +207,15 @@ class TorchState(ObjectState):
         """Copy everything that the state was made with."""
         if self._tracker is not None:
             self._tracker.on_save()
+        self._save_handled()
+        super().save()
+
+    def _save_handled(self) -> None:
+        """Copy what has a handler: nothing where another rank is lost that has a part of it."""
+        for handler in self._handlers.values():
+            handler.gather()
         for handler in self._handlers.values():
             handler.save()
-        super().save()
 
     def restore(self) -> None:
         """Go back to the last save."""
@@ -221,11 +227,13 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """Make all ranks equal to rank 0, and save that: what is current, objects as saved last."""
-        for handler in self._handlers.values():
-            handler.sync()
+        # Optimizers last: where the root is lost in between, weights that have changed tell it.
+        for last in (False, True):
+            for handler in self._handlers.values():
+                if isinstance(handler, OptimizerStateHandler) is last:
+                    handler.sync()
         super().sync()
-        for handler in self._handlers.values():
-            handler.save()
+        self._save_handled()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; one with a handler is replaced there, and saved."""

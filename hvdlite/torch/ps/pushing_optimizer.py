@@ -50,6 +50,7 @@ class PushingMixin(torch.optim.Optimizer):
         self._targets: list[Target] = []
         self._gradients = Gradients(self._list)
         self._numbers: Sequence[Mapping[str, Any]] = []
+        self._repeats_numbers = False
         self._table: RemoteTable | None = None
         self._follower: BackwardFollower | None = None
         if self._list:
@@ -83,6 +84,7 @@ class PushingMixin(torch.optim.Optimizer):
         try:
             self._push_and_pull()
         except PsRolledBack:
+            self._repeats_numbers = True  # Servers that lost nothing drop those of steps they have.
             self._tables[0].forget_rollback()
             self._pull()  # The parameters are those of steps that are lost.
             raise
@@ -95,7 +97,7 @@ class PushingMixin(torch.optim.Optimizer):
             body[SKIP] = True
         else:
             numbers = [numbers_of(group) for group in self.param_groups]
-            if numbers != self._numbers:
+            if numbers != self._numbers or self._repeats_numbers:
                 body["numbers"] = self._numbers = numbers
         if self._follower is not None:
             self._follower.end_step()

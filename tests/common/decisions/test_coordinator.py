@@ -362,3 +362,31 @@ def test_a_rank_that_has_shut_down_needs_not_release() -> None:
     assert not items(coordinator)
     coordinator.depart(1)
     assert [item.request.collective for item in items(coordinator)] == ["release_process_set"]
+
+
+def test_an_answer_of_a_removed_set_names_no_bit_of_the_set_that_gets_its_id() -> None:
+    """All of it in one batch: the answer, the end of its set, and another set of the same id."""
+    coordinator = new_coordinator(3)
+
+    def report(process_set_id: int, rank: int, *requests: Request) -> None:
+        coordinator.receive(Report(process_set_id, (rank,), (), requests), 0.0)
+
+    def form(*ranks: int) -> None:
+        name = f"form_process_set.{list(ranks)}"
+        for rank in ranks:
+            report(0, rank, Request(0, name, "form_process_set", parties=ranks))
+
+    release = Request(0, "release.1", "release_process_set", root_rank=1, parties=(0, 1))
+    form(0, 1)
+    coordinator.pop_orders()
+    for rank in (0, 1):
+        report(1, rank, request("old", process_set_id=1))
+        report(0, rank, release)
+    form(1, 2)
+    coordinator.pop_orders()
+    for rank in (1, 2):
+        report(1, rank, request("new", process_set_id=1))
+    (order,) = coordinator.pop_orders()
+    assert isinstance(order, Segment)
+    (answer,) = order.items
+    assert isinstance(answer, Response) and answer.request.name == "new"
