@@ -12,6 +12,7 @@ from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE
 from hvdlite.ps.server.checkpoints import remote_error
 from hvdlite.ps.worker.ordered_operations import MovedError
+from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.table_shards import TableShards
 from hvdlite.ps.worker.worker import Worker
 
@@ -67,6 +68,10 @@ def _in_turn(
                 return answer
         except _OvertakenError:
             continue
+        except PsRolledBack:
+            for table in tables.values():  # Their values are those of steps that are lost.
+                table.renew()
+            raise
         finally:
             worker.ask(Message("over", body={"turn": turn, "load": None}))
 

@@ -19,6 +19,7 @@ from hvdlite.ps.tables.row_store import RowShare, RowsSpec
 from hvdlite.ps.tables.row_table import merge_repeated
 from hvdlite.ps.tables.table import SKIP
 from hvdlite.ps.worker.server_link import ServerLink
+from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.table_shards import TableShards
 
 
@@ -43,6 +44,15 @@ class RemoteRows(TableShards):
         share = RowShare(self.spec, server, servers)
         mode, average = self._options.clock_mode, self._options.average
         return describe_table([self._tensor], [], mode, average=average, rows=share)
+
+    def raise_if_rolled_back(self) -> None:
+        """See `TableShards`. Tables beside it have the values of the step that is next then."""
+        try:
+            super().raise_if_rolled_back()
+        except PsRolledBack:
+            for table in self.peers:
+                table.renew()
+            raise
 
     def push(self, ids: Any, rows: Any, body: Mapping[str, Any] | None = None) -> Handle:
         """Push the gradients of rows, an array of shape (len(ids), length), as one step.

@@ -107,7 +107,7 @@ class TableShards:
         # A process of this worker that has ended has pushed its next step to some servers alone.
         self.is_half_pushed = False
         self.steps_before = 0  # Of a training that was loaded: its steps are not counted again.
-        self.on_load: Callable[[], object] | None = None  # Pulls the values that were loaded.
+        self.on_load: Callable[[], object] | None = None  # Pulls values that are others now.
         try:
             self._start()
         except MovedError:
@@ -218,6 +218,10 @@ class TableShards:
     def refresh(self) -> None:
         """Take note that the servers have other values."""
         self.is_half_pushed = False  # All servers have it at the same step.
+        self.renew()
+
+    def renew(self) -> None:
+        """Give the user the values that the next step needs, which are others than it has."""
         if self.on_load is not None:
             self.on_load()
 

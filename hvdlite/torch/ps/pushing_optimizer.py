@@ -57,7 +57,7 @@ class PushingMixin(torch.optim.Optimizer):
             specs = specs_of(self, names)
             self._table = context.worker().declare(TABLE, specs, options, self._values)
             self._follower = BackwardFollower(self._list, self._table, passes)
-            self._table.on_load = self._pull
+            self._table.on_load = self._renew
         for parameter, number in chosen:
             if rows := getattr(parameter, ROWS, None):
                 table = rows.declare(names[parameter], number, options)
@@ -84,11 +84,16 @@ class PushingMixin(torch.optim.Optimizer):
         try:
             self._push_and_pull()
         except PsRolledBack:
-            self._repeats_numbers = True  # Servers that lost nothing drop those of steps they have.
             self._tables[0].forget_rollback()
-            self._pull()  # The parameters are those of steps that are lost.
+            self._renew()
             raise
         return loss
+
+    def _renew(self) -> None:
+        """Take the weights of another step, to which the servers have gone back."""
+        # They may have other numbers, and drop those of steps that are made again.
+        self._repeats_numbers = True
+        self._pull()
 
     def _push_and_pull(self) -> None:
         body: dict[str, Any] = {}
