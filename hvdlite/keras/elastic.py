@@ -51,7 +51,8 @@ class KerasState(VariablesState):
 
     `optimizer` is ``model.optimizer`` by default; its variables are made if they are not there yet.
     Each further keyword, such as ``epoch=0``, becomes an attribute that is saved, restored and
-    synced, too. Raises `ValueError` for a model that is not built.
+    synced, too. Raises `ValueError` for a model that is not built, and for an optimizer of
+    ``shard_state=True``, of which each rank would lose its part.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -66,6 +67,11 @@ class KerasState(VariablesState):
         self.optimizer = model.optimizer if optimizer is None else optimizer
         if self.optimizer is not None:
             build_optimizer_for(self.optimizer, model)
+            if not all(each.state_is_common for each in self._exchanges()):
+                raise ValueError(
+                    "shard_state=True: each rank has a part of the optimizer's state, which would "
+                    "be lost with it: leave shard_state out"
+                )
         super().__init__(**kwargs)
 
     def _variables(self) -> Sequence[Any]:

@@ -102,6 +102,10 @@ class Exchange:
         """Take what `compression_state` has returned."""
         self._reducer.load_compression_state(saved)
 
+    def own_state(self, optimizer: Any) -> list[Any]:
+        """Return the state of the optimizer that each rank has a part of, and others have not."""
+        return []
+
     def targets(self, variables: Any) -> Any:
         """Return the variables that the optimizer steps over, where gradients of these come in."""
         return variables

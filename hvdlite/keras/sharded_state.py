@@ -97,6 +97,12 @@ class ShardedExchange(Exchange):
         self._variables: list[Any] = []  # Those of all shards, in the order of the model.
         self._place = (0, 1)
 
+    def own_state(self, optimizer: Any) -> list[Any]:
+        """See `Exchange`."""
+        shards = [shard.variable for shard in self._shards]
+        slots = [slot for _, values in _slots(optimizer, shards) for slot in values]
+        return [*shards, *filter(_is_state, slots)] if shards else []
+
     def targets(self, variables: Any) -> Any:
         return [shard.variable for shard in self._shards] if self._shards else variables
 

@@ -16,7 +16,7 @@ from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.framework import tools
 from hvdlite.keras.optimizer_families import KINDS, parts_of
-from hvdlite.keras.subclass import lasting_only
+from hvdlite.keras.subclass import Distributed, exchange_of, lasting_only
 
 
 def sources() -> Sources:
@@ -46,13 +46,16 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Return the state of the optimizer, without the gradients that Keras accumulates locally."""
-    accumulated = [
-        gradient
-        for part in parts_of(optimizer)
-        for gradient in getattr(part, "_accumulated_gradients", None) or ()
-    ]
-    return without(all_optimizer_variables(optimizer), accumulated)
+    """Return the state of the optimizer that is the same on all ranks.
+
+    The gradients that Keras accumulates locally are not, nor are parts of a state that is divided.
+    """
+    own: list[Any] = []
+    for part in parts_of(optimizer):
+        own += getattr(part, "_accumulated_gradients", None) or ()
+        if isinstance(part, Distributed):
+            own += exchange_of(part).own_state(part)
+    return without(all_optimizer_variables(optimizer), own)
 
 
 def all_optimizer_variables(optimizer: Any) -> list[Any]:

@@ -169,3 +169,33 @@ def test_state_of_another_form_is_refused_where_it_would_be_lost() -> None:
             sharded(lambda: Counting(0.1)).adopt(plain)
 
     run_ranks(2, main)
+
+
+def test_a_broadcast_leaves_each_rank_its_part() -> None:
+    """The parts have the same shape, so nothing else would tell."""
+
+    def main(rank: int) -> Any:
+        model, optimizer = make_model(), sharded(adam)
+        train(model, optimizer, rank, 2)
+        model.compile(optimizer=optimizer, loss="mse")
+        parts = numpy_of(optimizer.variables)
+        model.trainable_variables[0].assign_add(model.trainable_variables[0] * 0 + rank)
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        callback.set_model(model)
+        callback.on_train_begin()
+        callback.on_train_batch_begin(0)
+        callback.on_train_batch_end(0)
+        assert_same([parts, numpy_of(optimizer.variables)])
+        return numpy_of(model.trainable_variables)
+
+    assert_same(run_ranks(2, main))
+
+
+def test_an_elastic_state_refuses_what_would_be_lost_with_a_rank() -> None:
+    def main(_rank: int) -> None:
+        model = make_model()
+        model.compile(optimizer=sharded(adam), loss="mse")
+        with pytest.raises(ValueError, match="each rank has a part of the optimizer's state"):
+            hvd.elastic.KerasState(model)
+
+    run_ranks(2, main)
