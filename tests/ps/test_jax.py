@@ -304,6 +304,25 @@ def test_rows_have_a_state_of_their_own(servers: int, workers: int, job: Job) ->
         same(rows, rows_in_one(first, STEPS, workers))
 
 
+def test_rows_hear_of_hyperparameters(job: Job) -> None:
+    """Each push says them, as some servers may have dropped the step that said them first."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    ids, ones = np.array([2]), np.ones((1, 1), np.float32)
+
+    def body(_number: int, _: Cluster) -> list[float]:
+        served = ps.DistributedOptimizer(optimizer, {"w": jnp.zeros(1)})
+        served.start_rows("words", 4, 1, initializer="zeros")
+        served.pull()
+        found = []
+        for rate in (1.0, 0.25, 0.25):
+            served.step({"w": jnp.ones(1)}, {"learning_rate": rate})
+            ps.push_rows("words", ids, ones)
+            found.append(ps.pull_rows("words", ids).item())
+        return found
+
+    assert job(optimizer, body, workers=1) == [[-1.0, -1.25, -1.5]]
+
+
 def test_rows_cannot_begin_with_a_state_of_the_weights(job: Job) -> None:
     optimizer = optax.contrib.schedule_free_sgd(0.1)
 

@@ -22,6 +22,7 @@ from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
 from hvdlite.ps.tables.updater import Updater
+from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.table_shards import TableShards
 
@@ -158,6 +159,7 @@ class ServedOptimizer:
         if hyperparameters is not None:
             self._numbers = self._numbers | self._checked(hyperparameters)
             body["numbers"] = [self._numbers]
+            self._tell_rows()
         try:
             self._table.push(arrays, body)
             return self.pull()
@@ -165,6 +167,12 @@ class ServedOptimizer:
             self._table.forget_rollback()
             self._is_current = False
             raise
+
+    def _tell_rows(self) -> None:
+        """Let what is pushed to rows from now on be stepped over with the present numbers."""
+        for table in self._tables:
+            if self._numbers and isinstance(table, RemoteRows):
+                table.numbers = [self._numbers]
 
     def _flat(self, gradients: Any) -> list[Array]:
         leaves, structure = jax.tree_util.tree_flatten(gradients)
@@ -203,7 +211,8 @@ class ServedOptimizer:
         """Begin an embedding of shape (count, length) whose rows lie on the servers alone.
 
         ``ps.pull_rows(name, ids)`` returns rows, and ``ps.push_rows(name, ids, gradients)`` is a
-        step with this optimizer over those that are pushed, once for each `step`. What a row begins
+        step with this optimizer over those that are pushed, once for each `step`, with the
+        hyperparameters of the last one. What a row begins
         with is as in `ps.start_rows`. Raises `ValueError` for an optimizer whose state begins with
         the weights.
         """
@@ -218,6 +227,7 @@ class ServedOptimizer:
         spec = TensorSpec(name, rows.dtype, (count, length))
         options = self._options._replace(rows=rows.fields)
         self._tables.append(context.worker().declare_rows(spec, options))
+        self._tell_rows()
         for table in self._tables:
             table.peers = [each for each in self._tables if each is not table]
             table.align(self.finished_steps)

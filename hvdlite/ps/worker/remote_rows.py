@@ -34,6 +34,7 @@ class RemoteRows(TableShards):
     ) -> None:  # fmt: skip
         assert options.rows is not None
         self.spec, self._tensor = RowsSpec(*options.rows), spec
+        self.numbers: Sequence[Mapping[str, Any]] = ()  # Hyperparameters for pushes without a body.
         super().__init__(answer, options, client, links, worker, declaration)
 
     @property
@@ -75,7 +76,7 @@ class RemoteRows(TableShards):
             [_bytes(unique[of_server]), _bytes(merged[of_server])]
             for of_server in _of_servers(unique, len(self._shards))
         ]
-        return self._push_parts(parts, body or {})
+        return self._push_parts(parts, body or ({"numbers": self.numbers} if self.numbers else {}))
 
     def skip(self) -> Handle:
         """Push a step that all workers skip."""
