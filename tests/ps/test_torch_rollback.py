@@ -5,25 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdlite.common.base.errors import HorovodInternalError  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
 from hvdlite.ps.tables.description import TableDescription  # noqa: E402
 from hvdlite.ps.tables.updater import Updater  # noqa: E402
 from hvdlite.torch import ps  # noqa: E402
 from hvdlite.torch.ps.updater import TorchRows, TorchUpdater  # noqa: E402
 from tests.ps.cluster import LIMIT_SECONDS, Cluster  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
 
 Trains = Callable[[float], tuple[Any, Any, Any]]
 
 
 @pytest.fixture
-def trains(new_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Trains:
-    """What makes a weight, rows beside it, and their optimizer with this rate, after two steps."""
+def settings(new_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The settings of this process, which is the only worker of a cluster."""
 
     def updater_of(described: TableDescription) -> Updater:
         server = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], 0.5)
@@ -32,10 +35,16 @@ def trains(new_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch)
         return TorchUpdater(server, described, whole=False)
 
     worker = new_cluster(1, 1, updater_of=updater_of).worker("worker 0", 0)
+    found = SimpleNamespace(independent=True)
     monkeypatch.setattr(context, "role", lambda: "worker")
     monkeypatch.setattr(context, "worker", lambda: worker)
-    settings = type("Settings", (), {"independent": True})
-    monkeypatch.setattr(context, "current", lambda: type("Context", (), {"settings": settings}))
+    monkeypatch.setattr(context, "current", lambda: SimpleNamespace(settings=found))
+    return found
+
+
+@pytest.fixture
+def trains(settings: Any) -> Trains:
+    """What makes a weight, rows beside it, and their optimizer with this rate, after two steps."""
 
     def make(rate: float) -> tuple[Any, Any, Any]:
         weight = torch.nn.Parameter(torch.zeros(4))
@@ -100,3 +109,33 @@ def test_servers_hear_of_a_rate_whose_step_was_lost(trains: Trains) -> None:
         step(weight, embedding, optimizer)
     moves = [step(weight, embedding, optimizer) for _ in range(3)]
     assert moves == [0.5, 0.125, 0.125]  # The first one was made before.
+
+
+def test_what_goes_by_allreduce_does_not_go_back(settings: Any) -> None:
+    """It has made the steps that are lost: to go on would be to train two models."""
+    settings.independent = False
+
+    def main(_rank: int) -> None:
+        weight, reduced = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+        plain = torch.optim.SGD([weight, reduced], 0.5)
+        named = [("weight", weight), ("reduced", reduced)]
+        optimizer = ps.DistributedOptimizer(plain, named, parameters=["weight"])
+        for number in range(3):
+            optimizer.zero_grad()
+            (weight.sum() + reduced.sum()).backward()
+            if number < 2:
+                optimizer.step()
+        lose_step(optimizer)
+        with pytest.raises(HorovodInternalError, match="Go on from a checkpoint of all") as told:
+            optimizer.step()
+        assert not isinstance(told.value, ps.PsRolledBack)
+
+    run_ranks(1, main)
+
+
+def test_a_frozen_parameter_that_servers_decay_is_named(settings: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    frozen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    plain = torch.optim.SGD([weight, frozen], 0.5, weight_decay=0.1)
+    with pytest.warns(UserWarning, match=r"frozen is frozen \(1 in all\)"):
+        ps.DistributedOptimizer(plain, [("weight", weight), ("frozen", frozen)])

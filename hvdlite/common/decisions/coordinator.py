@@ -145,6 +145,7 @@ class Coordinator:
         # The next orders, until `pop_orders`. Segments are cut from the ready responses only then,
         # so that everything that came together can be fused.
         self._ready: list[Response] = []
+        self._of_removed: list[Response] = []  # Those of them whose set was removed since.
         self._answered: list[Segment] = []  # Those with results.
         self._evictions: list[Eviction] = []
         self._departures: list[Departed] = []
@@ -232,6 +233,7 @@ class Coordinator:
         orders += self._departures
         orders += self._retunes
         self._ready, self._evictions, self._departures, self._retunes = [], [], [], []
+        self._of_removed = []
         self._answered = []
         return tuple(orders)
 
@@ -426,10 +428,7 @@ class Coordinator:
         for process_set_id in gone:
             del self._sets[process_set_id]
         # The id may be given to another set, for which these would be wrong.
-        self._ready = [
-            each._replace(bit=NO_BIT) if each.request.process_set_id in gone else each
-            for each in self._ready
-        ]
+        self._of_removed += [each for each in self._ready if each.request.process_set_id in gone]
         self._evictions = [e for e in self._evictions if e.process_set_id not in gone]
         self._announced = {key for key in self._announced if key[0] not in gone}
         self._cut.clear()
@@ -530,7 +529,7 @@ class Coordinator:
 
     def _item(self, process_set_id: int, response: Response) -> Response | int:
         """Return what a segment holds for a response: only the bit if the members know it."""
-        if response.bit == NO_BIT:
+        if response.bit == NO_BIT or any(response is each for each in self._of_removed):
             return response
         key = (process_set_id, response.bit)
         if key in self._announced:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.requests.handles import Handle
 from hvdlite.ps import context
 from hvdlite.ps.layouts.blocks import Array
@@ -45,6 +47,9 @@ class PushingMixin(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter in names
         ]
+        _warn_of_frozen(
+            [(names[p], self.param_groups[n]) for p, n in chosen if not p.requires_grad]
+        )
         self._list = [parameter for parameter, _ in chosen if not hasattr(parameter, ROWS)]
         self._rows: list[tuple[PulledRows, RemoteRows, int]] = []
         self._targets: list[Target] = []
@@ -75,7 +80,8 @@ class PushingMixin(torch.optim.Optimizer):
         """Push the gradients, and pull the weights that the next step needs.
 
         With a `closure`, it is called once before. Raises `PsRolledBack` where the servers have
-        lost steps, and `HorovodInternalError` where one is lost for good.
+        lost steps, and `HorovodInternalError` where one is lost for good, or where servers have
+        lost steps and some parameters go by allreduce, which do not go back.
         """
         loss = None
         if closure is not None:
@@ -83,8 +89,13 @@ class PushingMixin(torch.optim.Optimizer):
                 loss = closure()
         try:
             self._push_and_pull()
-        except PsRolledBack:
+        except PsRolledBack as error:
             self._tables[0].forget_rollback()
+            if self._rest is not None:
+                raise HorovodInternalError(
+                    f"{error}: parameters that go by allreduce have made the steps that are lost, "
+                    "and do not go back. Go on from a checkpoint of all parameters"
+                ) from error
             self._renew()
             raise
         return loss
@@ -174,6 +185,17 @@ class PushingMixin(torch.optim.Optimizer):
 
 
 # The gradients of parameters as flat arrays; many small ones cost little more than one.
+
+
+def _warn_of_frozen(frozen: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Say that servers decay parameters which PyTorch would leave alone."""
+    decayed = [name for name, group in frozen if group.get("weight_decay")]
+    if decayed:
+        warn_user(
+            f"{decayed[0]} is frozen ({len(decayed)} in all), and servers step over it with a "
+            "gradient of zeros, so that weight decay changes it: leave frozen parameters out of "
+            "the optimizer, or in a group without weight decay"
+        )
 
 
 class Gradients:
