@@ -529,7 +529,9 @@ class Coordinator:
 
     def _item(self, process_set_id: int, response: Response) -> Response | int:
         """Return what a segment holds for a response: only the bit if the members know it."""
-        if response.bit == NO_BIT or any(response is each for each in self._of_removed):
+        if response.bit == NO_BIT:
+            return response
+        if self._of_removed and any(response is each for each in self._of_removed):
             return response
         key = (process_set_id, response.bit)
         if key in self._announced:

@@ -24,7 +24,7 @@ from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
 from hvdlite.ps.tables.updater import Updater
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.shard import PsRolledBack
-from hvdlite.ps.worker.table_shards import TableShards
+from hvdlite.ps.worker.table_shards import TableShards, step_together
 
 TABLE = "optimizer"
 _REMEDIES = {
@@ -228,6 +228,4 @@ class ServedOptimizer:
         options = self._options._replace(rows=rows.fields)
         self._tables.append(context.worker().declare_rows(spec, options))
         self._tell_rows()
-        for table in self._tables:
-            table.peers = [each for each in self._tables if each is not table]
-            table.align(self.finished_steps)
+        step_together(self._tables)

@@ -252,9 +252,8 @@ class Scheduler:
             for to, each in answers
         ]
         member = self.membership.member_of(peer)
-        joins = hello.joins and member is not None and member.role == SERVER
-        # One that keeps tables comes again, and may have been told to go.
-        if member is not None and joins and member.number >= self.registry.layout.num_servers:
+        in_use = self.registry.layout.num_servers  # These come again, and may have been told to go.
+        if hello.joins and member and member.role == SERVER and member.number >= in_use:
             self.changes.wanted = max(self.changes.wanted, member.number + 1)
         self._keep()
         return answers

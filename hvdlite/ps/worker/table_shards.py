@@ -324,3 +324,14 @@ class TableShards:
         elif self.clock - clock <= MOST_SKEW:
             for shard in self._shards:
                 shard.clock = clock
+
+
+def step_together(tables: Sequence[TableShards]) -> None:
+    """Let tables make the same steps from now on, beginning with the first that one of them needs.
+
+    A process of this worker before may have pushed to some of them alone.
+    """
+    finished = min((table.clock for table in tables), default=0)
+    for table in tables:
+        table.peers = [each for each in tables if each is not table]
+        table.align(finished)

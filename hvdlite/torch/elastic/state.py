@@ -228,10 +228,10 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Make all ranks equal to rank 0, and save that: what is current, objects as saved last."""
         # Optimizers last: where the root is lost in between, weights that have changed tell it.
-        for last in (False, True):
-            for handler in self._handlers.values():
-                if isinstance(handler, OptimizerStateHandler) is last:
-                    handler.sync()
+        for handler in sorted(
+            self._handlers.values(), key=lambda each: isinstance(each, OptimizerStateHandler)
+        ):
+            handler.sync()
         super().sync()
         self._save_handled()
 

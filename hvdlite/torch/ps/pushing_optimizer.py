@@ -20,7 +20,7 @@ from hvdlite.ps.tables.table import SKIP
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
-from hvdlite.ps.worker.table_shards import TableShards
+from hvdlite.ps.worker.table_shards import TableShards, step_together
 from hvdlite.torch.ps.arrays import Target, flat_array_of, is_plain
 from hvdlite.torch.ps.embedding import ROWS, PulledRows
 from hvdlite.torch.ps.parameters import ReducedParameters, specs_of
@@ -70,9 +70,7 @@ class PushingMixin(torch.optim.Optimizer):
         self._tables: list[TableShards] = [table for _, table, _ in self._rows]
         if self._table is not None:
             self._tables.append(self._table)
-        for each in self._tables:
-            each.peers = [other for other in self._tables if other is not each]
-            each.align(self.finished_steps)
+        step_together(self._tables)
         self._pull()
 
     @torch.no_grad()

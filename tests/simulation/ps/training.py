@@ -18,7 +18,7 @@ from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
-from hvdlite.ps.worker.table_shards import TableShards
+from hvdlite.ps.worker.table_shards import TableShards, step_together
 from hvdlite.ps.worker.worker import Worker
 from tests.simulation.ps.nodes import Node, here
 from tests.simulation.ps.oracle import (
@@ -72,10 +72,7 @@ class Training:
         rows: RemoteRows | None = None
         if program.rows:
             rows = worker.declare_rows(ALL_ROWS, program.options._replace(rows=ROWS.fields))
-            rows.peers, table.peers = [table], [rows]
-            finished = min(table.clock, rows.clock)  # A process before may have pushed to one.
-            for each in (table, rows):
-                each.align(finished)
+            step_together([rows, table])
         if program.follows is not None:
             checkpoints.load(worker, self.folder / "saved")
         if program.back is not None and table.clock > program.back[1]:
