@@ -87,6 +87,7 @@ class Agent:
         self._relay: WorkerRelay | None = None  # Of an elastic job, in the place of a meeting.
         self._asked_to_leave = False  # By SIGTERM; the next signal ends the ranks.
         self._told_to_leave = False  # The same, and the launcher does not know it yet.
+        self._told_before_job = False  # By a signal to end, which the job then hears.
         self._look_at = 0.0  # When the meeting is looked at again.
         self._silence_seconds = 0.0  # After which the launcher counts as lost; 0: never.
         self._kill_at: float | None = None
@@ -158,7 +159,9 @@ class Agent:
 
     def _leave(self, number: int) -> None:
         """End the ranks; those of an elastic job can end in order when the host is shut down."""
-        if self._relay is None or number != signal.SIGTERM or self._asked_to_leave:
+        if self._variables is None:
+            self._told_before_job = True
+        elif self._relay is None or number != signal.SIGTERM or self._asked_to_leave:
             self._end_ranks(TOLD_SECONDS)
         else:
             self._asked_to_leave = self._told_to_leave = True
@@ -225,6 +228,9 @@ class Agent:
             handler(*fields)
 
     def _job(self, job: dict[str, Any]) -> None:
+        if self._told_before_job:
+            self._refuse("got a signal to end before the job began")
+            return
         try:
             outside.enter(job["directory"])
         except OSError as error:

@@ -104,8 +104,17 @@ class Rounds:
     def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:
         """Answer the round `key` with the bodies of its ranks in rank order; no-op if nobody waits.
 
-        Without members in `key`, these are all ranks of the job.
+        Without members in `key`, these are all ranks of the job. When a rank has left, or has come
+        again, after its host had gathered, the bodies hold what it gave before: the round fails.
         """
+        here, local = self._bodies.get(key, {}), self._local(key.members)
+        given = dict(zip(key.members or range(self.size), bodies, strict=True))
+        old = [rank for rank in local if here.get(rank) != given[rank]]
+        if here and old:
+            if self._withdrawn and len(here) == len(local):  # It was gathered anew.
+                self._withdrawn(key)
+            self._fail_round(key, old[0])
+            return
         head = pack([BODIES, key.number, list(bodies)])
         if key.number == 0:
             self._met.update(key.members or range(self.size))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgpack
 import pytest
 
 from hvdlite.common.connections import frames
+from hvdlite.common.meeting.rounds import Key, Rounds
+from hvdlite.launcher.agent_process.agent import Agent
 from hvdlite.launcher.agents.channel import MOST_BYTES, PROLOGUE, Channel
 from hvdlite.launcher.agents.merged_meeting import MergedMeeting
 from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.processes.signals import SignalInbox
 
 
 class End:
@@ -212,3 +217,101 @@ def test_a_host_may_take_back_what_it_has_gathered() -> None:
     meeting.withdraw([], 0, [0])
     assert meeting.add([], 0, {1: b"b"}) is None
     assert meeting.add([], 0, {0: b"new"}) == [b"new", b"b"]
+
+
+class Gathering:
+    """Two hosts with two ranks each, whose rounds are merged when `merge` is called."""
+
+    def __init__(self) -> None:
+        self.merged = MergedMeeting(4)
+        self.sent: list[tuple[list[int], Key, dict[int, bytes] | None]] = []
+        self.answers: dict[str, list[Any]] = {}
+        self.hosts = [self._host([0, 1]), self._host([2, 3])]
+
+    def _host(self, ranks: list[int]) -> Rounds:
+        return Rounds(
+            ranks, 4,
+            gathered=lambda key, bodies: self.sent.append((ranks, key, bodies)),
+            withdrawn=lambda key: self.sent.append((ranks, key, None)),
+        )  # fmt: skip
+
+    def come(self, rank: int, body: str) -> Any:
+        """Let a rank come with a body, to which `answers` gets what it is told."""
+        answers = self.answers[body] = []
+
+        class Rank:
+            members = ()
+            given = 0
+
+            def send(self, head: bytes) -> None:
+                answers.append(msgpack.unpackb(head))
+
+        guest: Any = Rank()
+        guest.rank = rank
+        self.hosts[rank // 2].present(guest)
+        self.hosts[rank // 2].give(guest, body.encode())
+        return guest
+
+    def merge(self) -> list[tuple[Key, list[bytes]]]:
+        """Take what the hosts have sent; return what goes to them."""
+        whole = []
+        sent, self.sent = self.sent, []
+        for ranks, key, bodies in sent:
+            if bodies is None:
+                self.merged.withdraw(key.members, key.number, ranks)
+            elif merged := self.merged.add(key.members, key.number, bodies):
+                whole.append((key, merged))
+        return whole
+
+    def deliver(self, whole: list[tuple[Key, list[bytes]]]) -> None:
+        for key, bodies in whole:
+            for host in self.hosts:
+                host.deliver(key, bodies)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_rank_that_leaves_while_the_answer_is_under_way(again: bool) -> None:
+    """Nobody gets what it gave before, neither now nor when all meet once more."""
+    job = Gathering()
+    job.come(0, "a0")
+    leaver = job.come(1, "a1")
+    job.come(2, "a2")
+    job.come(3, "a3")
+    under_way = job.merge()
+    job.hosts[0].leave(leaver)
+    if again:
+        job.come(1, "b1")
+    job.deliver(under_way)
+    for waiting in ["a0", "b1"] if again else ["a0"]:
+        assert [answer[0] for answer in job.answers[waiting]] == ["fail"]
+        assert job.answers[waiting][0][1].startswith("rank 1 has left")
+    assert job.merge() == []
+    for host in job.hosts:
+        for guest in list(host.guests.values()):
+            host.leave(guest)
+    for rank in (2, 3, 0, 1):  # The host that had gathered twice comes last.
+        job.come(rank, f"c{rank}")
+        job.deliver(job.merge())
+    expected = ["bodies", 0, [b"c0", b"c1", b"c2", b"c3"]]
+    assert all(job.answers[f"c{rank}"] == [expected] for rank in range(4))
+
+
+def test_an_agent_that_is_told_to_end_before_its_job() -> None:
+    end = End(PROLOGUE)
+    with SignalInbox() as signals:
+        agent = Agent(end.peer_read, end.peer_write, signals)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            agent.begin()
+            agent.turn()
+            end.channel.send("job", {"directory": ".", "elastic": True})
+            end.run()
+            agent.loop.run_once(5.0)
+            end.run()
+        finally:
+            agent.channel.close()
+            agent.end()
+            end.peer_read = end.peer_write = -1
+            end.close()
+    assert [kind for kind, _ in end.heard] == ["hello", "refused"]
+    assert end.heard[1][1] == ["got a signal to end before the job began"]
