@@ -68,8 +68,9 @@ def sparse_allreduce_async(
     """Start to reduce a sparse COO tensor; return a function that waits for the result.
 
     Every rank gives a tensor of the same shape, dtype and number of sparse dimensions, with any
-    number of entries. `op` is Sum or Average. The function returns a new sparse tensor that
-    is not coalesced. Two collectives run, ``<name>.indices`` and ``<name>.values``.
+    number of entries. `op` is Sum or Average. The function returns a new sparse tensor, which is
+    coalesced only if it is an average of integers. Two collectives run, ``<name>.indices`` and
+    ``<name>.values``.
 
     Raises `ValueError` for a tensor of another layout, and for another op.
     """
@@ -87,13 +88,15 @@ def sparse_allreduce_async(
 
     def wait() -> torch.Tensor:
         (indices,), (all_values,) = (operation.wait_for_tensors() for operation in operations)
-        if op == ReduceOp.AVERAGE:
-            is_integer = not (all_values.is_floating_point() or all_values.is_complex())
-            rounding_mode = "trunc" if is_integer else None
-            all_values = torch.div(all_values, process_set.size(), rounding_mode=rounding_mode)
-        return torch.sparse_coo_tensor(
-            indices.t(), all_values, tensor.shape, check_invariants=False
-        )
+        size, shape = process_set.size(), tensor.shape
+        exact = not (all_values.is_floating_point() or all_values.is_complex())
+        if op == ReduceOp.AVERAGE and not exact:
+            all_values = all_values / size
+        result = torch.sparse_coo_tensor(indices.t(), all_values, shape, check_invariants=False)
+        if op == ReduceOp.AVERAGE and exact:  # The sum is divided, not what is added up.
+            result = result.coalesce()
+            result.values().div_(size, rounding_mode="trunc")
+        return result
 
     return wait
 

@@ -1,8 +1,9 @@
 """The layouts of gradients: dense, sparse, or absent, the same on all ranks.
 
 A rank on which a parameter was not used contributes zeros, in the layout that the other ranks send.
-Ranks agree on the layouts in the first step. A parameter that no rank has used gets no gradient, as
-it would get none in a single process; ranks ask for its layout again in each step.
+Ranks agree on the layouts in the first step. A parameter that no rank has used yet has no gradient,
+as it would get none in a single process; ranks ask for its layout again in each step. Once one has
+used it, all ranks contribute to every step, zeros where none of them does.
 """
 
 from __future__ import annotations
