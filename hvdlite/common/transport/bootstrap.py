@@ -145,16 +145,16 @@ class Gathering:
         """
         try:
             memory = create_memory()
-        except HorovodInternalError as error:
-            return error
+        except (HorovodInternalError, OSError) as error:
+            return _told(error)
         links: dict[int, Peer] = {}
         try:
             if self._peers and self._place is not None:
                 links = meet(*self._place, self._rank, self._peers, memory, deadline, interrupt)
         except BaseException as error:
             os.close(memory)
-            if isinstance(error, HorovodInternalError):
-                return error
+            if isinstance(error, (HorovodInternalError, OSError)):
+                return _told(error)
             raise
         self._mesh = LocalMesh(self._rank, links, memory)
         return None
@@ -164,6 +164,11 @@ class Gathering:
         mesh, self._mesh = self._mesh, None
         assert mesh is not None  # They have met.
         return mesh
+
+
+def _told(error: Exception) -> HorovodInternalError:
+    """Return an error as the other ranks are told it: they need not wait for this one."""
+    return error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
 
 
 def _split(hosts: Iterable[Sequence[int]], answers: Sequence[bytes]) -> Topology:

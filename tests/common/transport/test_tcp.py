@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.settings.config import Config
@@ -240,3 +242,26 @@ def test_arrays_move_in_waits_outside_of_the_transport() -> None:
         transport.wait([receive])
 
     run_world(TWO_HOSTS, main)
+
+
+@pytest.mark.parametrize("name", ["_listen_locally", "listen_remote"])
+def test_what_one_rank_cannot_open_is_told_to_all(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """They would wait for it otherwise, and say that it has not come."""
+    rank_here, real = threading.local(), getattr(connect_module, name)
+
+    def fail(*words: Any) -> Any:
+        if rank_here.rank == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*words)
+
+    monkeypatch.setattr(connect_module, name, fail)
+    world = TcpWorld(Topology(((0, 1), (2,))))
+
+    def main(rank: int) -> None:
+        rank_here.rank = rank
+        with pytest.raises(HorovodInternalError, match=r"rank 1 \(.*Too many open files"):
+            world.transport(rank)
+
+    run_threads(3, main)

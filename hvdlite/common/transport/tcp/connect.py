@@ -158,18 +158,18 @@ def _listen(
     listeners: list[socket.socket] = []
     endpoints: list[Endpoint] = []
     local, failure = b"", ""
-    if len(topology.peers(rank)) > 1:
-        listeners.append(stack.enter_context(_listen_locally()))
-        local = listeners[0].getsockname()
-    if len(topology.hosts) > 1:
-        first = topology.local_rank(rank)
-        try:
+    try:
+        if len(topology.peers(rank)) > 1:
+            listeners.append(stack.enter_context(_listen_locally()))
+            local = listeners[0].getsockname()
+        if len(topology.hosts) > 1:
+            first = topology.local_rank(rank)
             chosen = choose(list_interfaces(), config.network_interfaces, one_machine=one_machine)
             for endpoint, listener in listen_remote(chosen, config.tcp_ports, first):
                 endpoints.append(endpoint)
                 listeners.append(stack.enter_context(listener))
-        except (HorovodInternalError, OSError) as error:
-            failure = str(error)
+    except (HorovodInternalError, OSError) as error:
+        failure = str(error)
     return Card.new(local, endpoints, config.tcp_streams, failure), listeners
 
 
