@@ -14,7 +14,7 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, build_backends, choose
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.settings.config import Config
-from hvdlite.common.tensors.adapter import numpy_dtype
+from hvdlite.common.tensors.adapter import FLOATS, numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.ranks import run_threads
 from tests.worlds import IN_PROCESS, make_world
@@ -99,7 +99,8 @@ def scaled(array: Array, factor: float) -> Array:
         return array
     if array.dtype.kind in "iu":
         return np.trunc(array.astype(np.float64) * factor).astype(array.dtype)
-    return (array * np.asarray(factor, array.real.dtype)).astype(array.dtype)
+    real = np.asarray(factor, array.real.dtype)
+    return (array.view(real.dtype) * real).view(array.dtype)
 
 
 REDUCTIONS = (
@@ -152,6 +153,24 @@ class Program:
         for size in sizes:
             self.broadcast(dtype, size)
             self.alltoall(dtype, size)
+        if dtype in FLOATS:
+            for op in (ReduceOp.MIN, ReduceOp.MAX):
+                self.keeps(dtype, Reduction(op), np.nan, np.nan)
+        elif dtype.startswith("complex"):
+            total = complex(np.inf, self.members.size / 2)
+            self.keeps(dtype, Reduction(ReduceOp.SUM, 0.5), complex(np.inf, 1), total)
+
+    def keeps(self, dtype: str, reduction: Reduction, value: Any, result: Any) -> None:
+        """What is no number at one member, whichever it is, and 1 (and 1j) at the others."""
+        other = complex(1, 1) if dtype.startswith("complex") else 1
+        for holder in range(self.members.size):
+            array = np.full(3, value if holder == self.members.index else other).astype(
+                numpy_dtype(dtype)
+            )
+            backend = self.backend("allreduce", dtype, reduction.reduce_op)
+            backend.allreduce(self.members, [array], [array], reduction, quiet)
+            wide = wide_dtype(array.dtype)
+            np.testing.assert_array_equal(array.astype(wide), np.full(3, result).astype(wide))
 
     def parts(self, dtype: str, size: int, salt: int) -> list[Array]:
         """What every member gives."""

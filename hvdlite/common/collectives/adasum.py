@@ -30,7 +30,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
 from hvdlite.common.collectives.chained_view import Chain
-from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.kernels import QUIET, Arithmetic
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 
@@ -111,15 +111,16 @@ def pairs(size: int) -> list[tuple[int, int]]:
 def combine(a: Array, b: Array) -> None:
     """Combine `b` into `a`. Both are flat arrays of one floating-point dtype."""
     dot = square_a = square_b = 0.0
-    for start in range(0, a.size, BLOCK):
-        left, right = (x[start : start + BLOCK].astype(np.float64) for x in (a, b))
-        dot += float(np.add.reduce(left * right))
-        square_a += float(np.add.reduce(left * left))
-        square_b += float(np.add.reduce(right * right))
-    share_a, share_b = _coefficient(dot, square_a), _coefficient(dot, square_b)
-    for start in range(0, a.size, BLOCK):
-        left, right = (x[start : start + BLOCK].astype(np.float64) for x in (a, b))
-        a[start : start + BLOCK] = share_a * left + share_b * right
+    with QUIET():
+        for start in range(0, a.size, BLOCK):
+            left, right = (x[start : start + BLOCK].astype(np.float64) for x in (a, b))
+            dot += float(np.add.reduce(left * right))
+            square_a += float(np.add.reduce(left * left))
+            square_b += float(np.add.reduce(right * right))
+        share_a, share_b = _coefficient(dot, square_a), _coefficient(dot, square_b)
+        for start in range(0, a.size, BLOCK):
+            left, right = (x[start : start + BLOCK].astype(np.float64) for x in (a, b))
+            a[start : start + BLOCK] = share_a * left + share_b * right
 
 
 def _coefficient(dot: float, square: float) -> float:

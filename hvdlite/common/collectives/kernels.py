@@ -8,6 +8,7 @@ is "or", its product "and". All other types are scaled and combined in their own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Reduction
+from hvdlite.common.requests.messages import Request
+from hvdlite.common.tensors.adapter import numpy_dtype
 
 Cast = Callable[[Array, Array], None]  # (destination, source), both flat and of one length
 # An overflow is the user's to find in the result: numpy must not warn from the engine's thread.
@@ -196,5 +199,47 @@ def scale(values: Array, factor: float) -> None:
         elif kind in "iu":
             np.copyto(values, values.astype(np.float64) * factor, casting="unsafe")
         else:
-            real = np.float32 if values.dtype in (np.float32, np.complex64) else np.float64
-            values *= real(factor)
+            if kind == "c":  # A product with factor + 0j would make NaN beside an infinity.
+                values = values.view(values.real.dtype)
+            values *= values.dtype.type(factor)
+
+
+def neutral_value(request: Request) -> Any:
+    """Return the value that does not change a reduction after it was multiplied by the prescale.
+
+    0 for a sum; for Min, Max and Product the identity, divided by the prescale factor; all bits for
+    BAnd. None where there is none: few whole numbers become 1 when they are scaled.
+    """
+    dtype, reduce_op = numpy_dtype(request.dtype), ReduceOp(request.reduce_op)
+    prescale = request.prescale_factor
+    if reduce_op is ReduceOp.BAND:
+        return True if dtype.kind == "b" else ~dtype.type(0)
+    if reduce_op not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT) or prescale == 0:
+        return 0
+    if dtype.kind == "b":  # Scaling leaves it as it is.
+        return reduce_op is not ReduceOp.MAX
+    exact = dtype.kind in "iu"
+    if reduce_op is ReduceOp.PRODUCT:
+        return _inverse(prescale, np.iinfo(dtype)) if exact else 1 / prescale
+    highest = (reduce_op is ReduceOp.MIN) == (prescale > 0)
+    if exact:
+        return _farthest(highest, prescale, np.iinfo(dtype))
+    return np.inf if highest else -np.inf
+
+
+def _inverse(factor: float, limits: np.iinfo[Any]) -> int | None:
+    """Return the whole number that becomes 1 when it is scaled, None without one."""
+    value = math.ceil(1 / factor) if factor > 0 else math.floor(1 / factor)
+    fits = limits.min <= value <= limits.max
+    return value if fits and math.trunc(value * factor) == 1 else None
+
+
+def _farthest(positive: bool, factor: float, limits: np.iinfo[Any]) -> int:
+    """Return the whole number of this sign that is farthest from 0 before and after scaling."""
+    most = int(limits.max if positive else -limits.min)
+    most_scaled = int(limits.max if positive == (factor > 0) else -limits.min)
+    if factor != 1:
+        most = min(most, math.trunc(most_scaled / abs(factor)))
+        while math.trunc(most * abs(factor)) > most_scaled:  # The product is one of float64.
+            most = math.trunc(math.nextafter(most, 0.0))
+    return most if positive else -most

@@ -55,7 +55,12 @@ class MpiBackend(RingBackend):
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Support the dtypes in `TYPES` among more than one member, and never Adasum."""
+        """Support the dtypes in `TYPES` among more than one member, and never Adasum.
+
+        MPI may lose a NaN in Min and Max, so those of floats are left to the ring.
+        """
+        if dtype.kind == "f" and reduce_op in (ReduceOp.MIN, ReduceOp.MAX):
+            return False
         return members.size > 1 and dtype.name in TYPES and reduce_op in OPERATIONS
 
     def allreduce(

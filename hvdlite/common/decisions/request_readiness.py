@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from hvdlite.common.base.bitsets import lowest, mask_of, numbers_of
 from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
+from hvdlite.common.collectives.kernels import neutral_value
 from hvdlite.common.collectives.table import SPECS, CollectiveSpec, disagreement
 from hvdlite.common.requests.messages import Request, Response
 
@@ -121,18 +122,22 @@ def answer(requests: RanksByRequest, members: tuple[int, ...]) -> Response:
         error = disagreement((lowest(ranks), request), (lowest(other_ranks), other))
         if error:
             return Response(request, error=error)
-    spec = SPECS[request.collective]
-    error = _refusal(spec, request, all_ranks(requests))
-    if error:
-        return Response(request, error=error)
+    spec, ranks = SPECS[request.collective], all_ranks(requests)
+    for each, _ in by_rank(requests):
+        error = _refusal(spec, each, ranks, ranks != mask_of(members))
+        if error:
+            return Response(request, error=error)
     if not spec.varying_rows:
         return Response(request)
     rows = {rank: r.shape[0] for r, ranks in requests.items() for rank in numbers_of(ranks)}
     return Response(request, first_dims=tuple(rows.get(rank, 0) for rank in members))
 
 
-def _refusal(spec: CollectiveSpec, request: Request, ranks: int) -> str:
-    """Return why the collective cannot run with the data of `ranks`, or ''."""
+def _refusal(spec: CollectiveSpec, request: Request, ranks: int, joined: bool) -> str:
+    """Return why the collective cannot run with the data of `ranks`, or ''.
+
+    `joined` tells whether other members give neutral data.
+    """
     if not spec.scalars and not request.shape:
         return (
             f"{spec.name} '{request.name}': a tensor without dimensions has no rows; "
@@ -141,6 +146,11 @@ def _refusal(spec: CollectiveSpec, request: Request, ranks: int) -> str:
     if spec.rooted and not ranks >> request.root_rank & 1:
         lacks = "takes no result" if spec.reduces else "has no data to give"
         return f"{spec.name} '{request.name}': root rank {request.root_rank} has joined and {lacks}"
+    if joined and spec.reduces and neutral_value(request) is None:
+        return (
+            f"{spec.name} '{request.name}': a rank has joined, and no {request.dtype} becomes 1 "
+            f"when it is scaled by {request.prescale_factor}: give a postscale_factor instead"
+        )
     return ""
 
 

@@ -16,10 +16,10 @@ from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Backend, Members, Operand
 from hvdlite.common.collectives.between_hosts.carried import may_be_carried
 from hvdlite.common.collectives.host_backends.backend import HostsBackend
+from hvdlite.common.collectives.kernels import neutral_value
 from hvdlite.common.collectives.table import SPECS, CollectiveRun, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.devices.data_plane import DevicePlane, Span
-from hvdlite.common.devices.operands import neutral_value
 from hvdlite.common.requests.entries import Entry, Observer, SegmentRun
 from hvdlite.common.requests.messages import Request, Response
 from hvdlite.common.requests.process_set_table import ProcessSetTable

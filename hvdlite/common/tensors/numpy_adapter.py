@@ -115,6 +115,7 @@ class NumpyAdapter:
         if not isinstance(tensor, np.ndarray) or not tensor.flags.writeable:
             kind = "a read-only one" if isinstance(tensor, np.ndarray) else str(type(tensor))
             raise ValueError(f"only a numpy array can be written in place, not {kind}")
+        tensor = np.asarray(tensor)  # A matrix would keep two dimensions.
         return CpuBuffer(tensor.reshape(-1)) if tensor.flags.carray else _CopiedBuffer(tensor)
 
     def read_splits(self, splits: Any) -> list[int]:
@@ -122,8 +123,12 @@ class NumpyAdapter:
         return read_splits(np.asarray(splits))
 
     def make_splits(self, splits: Sequence[int], like: Any) -> Array:
-        """Return an array of the dtype of `like`, or int32 if it is no array."""
-        return np.array(splits, like.dtype if isinstance(like, np.ndarray) else np.int32)
+        """Return an array of the dtype of `like`, or of one that is wide enough.
+
+        int32 is that of what is no array.
+        """
+        dtype = like.dtype if isinstance(like, np.ndarray) else np.dtype(np.int32)
+        return np.array(splits, np.result_type(dtype, *map(np.min_scalar_type, splits)))
 
     def finish(self, tensor: Array) -> None:
         """Do nothing: host memory needs no ordering."""

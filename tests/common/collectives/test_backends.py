@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -18,6 +19,7 @@ from hvdlite.common.base.errors import (
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives import backend_choice as select
+from hvdlite.common.collectives.adasum import combine
 from hvdlite.common.collectives.backend_choice import build_backends, choose
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
@@ -348,3 +350,11 @@ def test_a_tensor_beyond_2_to_the_31_bytes() -> None:
         assert array[:-1].min() == array[:-1].max() == 200
 
     run_on_transports(Topology.single_host(2), program)
+
+
+def test_adasum_of_an_infinity_does_not_warn() -> None:
+    """Loss scaling overflows now and then; where warnings are errors, the engine would end."""
+    for value in (np.inf, 1e200):  # The square of the second is an infinity.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            combine(np.array([value, 1.0]), np.array([1.0, value]))

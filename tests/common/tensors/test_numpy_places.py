@@ -33,3 +33,20 @@ def test_an_array_whose_place_is_known_can_be_resized_and_freed() -> None:
     array.resize(10_000)
     place = adapter.place(array, adapter.spec(array))
     assert place is not None and place[0] == array.ctypes.data
+
+
+def test_a_matrix_in_place_is_flat_like_any_array() -> None:
+    matrix = np.array([[1.0, 2.0], [3.0, 4.0]]).view(np.matrix)
+    memory = NumpyAdapter().output(matrix)
+    assert memory.array.shape == (4,)
+    memory.array[:] = 7
+    assert matrix.tolist() == [[7, 7], [7, 7]]
+
+
+@pytest.mark.parametrize("like", [[1], np.zeros(1, np.uint8), np.zeros(1, np.int64)])
+def test_received_splits_have_room_for_every_count(like: object) -> None:
+    for splits in ([0, 3], [300, 2], [1 << 40, 0]):
+        made = NumpyAdapter().make_splits(splits, like)
+        assert made.tolist() == splits
+        if max(splits) < 100:
+            assert made.dtype == (like.dtype if isinstance(like, np.ndarray) else np.int32)
