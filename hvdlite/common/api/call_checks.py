@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
@@ -72,6 +74,10 @@ def check_call(
                 )
         if not collective_spec.scalars and not spec.shape:
             raise ValueError(f"{collective} '{name}' does not support scalar inputs")
+    if collective_spec.rooted and not isinstance(options.root_rank, (int, np.integer)):
+        raise ValueError(
+            f"{collective} '{name}': invalid root rank {options.root_rank!r}: give a whole number"
+        )
     if collective_spec.rooted and options.root_rank not in members:
         raise ValueError(
             f"{collective} '{name}': invalid root rank {options.root_rank}: "
@@ -161,6 +167,8 @@ def check_targets(entries: Sequence[TensorEntry[Any]]) -> None:
     would depend on timing, and differ between ranks. Addresses cost 1 us for each tensor, so that
     they are compared once for a name, and afterwards only whether a tensor is there twice.
     """
+    if not entries:
+        return
     last_end, last = 0, entries[0]
     for start, index in sorted((each.target_address, i) for i, each in enumerate(entries)):
         entry = entries[index]

@@ -58,6 +58,7 @@ def reduction(
     grouped: bool = False,
 ) -> CallOptions:
     """Return the options of an allreduce. Raises `ValueError` as `resolve_op` does."""
+    prescale_factor, postscale_factor = _factor(prescale_factor), _factor(postscale_factor)
     if average is None:
         try:
             return _known(op, prescale_factor, postscale_factor, process_set, grouped)
@@ -66,6 +67,11 @@ def reduction(
     return _reduction(
         resolve_op(average, op), prescale_factor, postscale_factor, process_set, grouped
     )
+
+
+def _factor(given: Any) -> Any:
+    """Return a scale factor by its present value, which that of an array may not keep."""
+    return given if isinstance(given, (float, str)) else float(given)
 
 
 @lru_cache(64)

@@ -119,7 +119,7 @@ def _request(
         shape=spec.shape,
         device=spec.device,
         reduce_op=int(options.reduce_op) if collective_spec.reduces else 0,
-        root_rank=options.root_rank if collective_spec.rooted else NO_RANK,
+        root_rank=int(options.root_rank) if collective_spec.rooted else NO_RANK,
         prescale_factor=float(options.prescale_factor),
         postscale_factor=float(options.postscale_factor),
         group=group,

@@ -158,7 +158,7 @@ class ShortCallData:
 
 def meaning_of(request: Request) -> Request:
     """Return the part of a request that all members must have alike, to meet."""
-    if SPECS[request.collective].varying_rows:
+    if SPECS[request.collective].varying_rows and request.shape:
         return request._replace(shape=(0, *request.shape[1:]))
     return request
 

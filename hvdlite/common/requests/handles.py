@@ -172,6 +172,10 @@ def _fresh(error: Exception) -> Exception:
     return copy.copy(error)
 
 
+# Those of one process, which outlive a shutdown: an old number must not name a new operation.
+_numbers = itertools.count()
+
+
 class HandleTable:
     """The numbers that stand for pending operations in the public API.
 
@@ -179,12 +183,11 @@ class HandleTable:
     """
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
         self._pending: dict[int, Any] = {}
 
     def add(self, operation: Any) -> int:
         """Keep `operation`; return its number, which was never given before."""
-        number = next(self._numbers)
+        number = next(_numbers)
         self._pending[number] = operation
         return number
 

@@ -40,19 +40,23 @@ def form_process_set(ranks: Iterable[int], timeout_seconds: float | None = None)
             f"{runtime.rank} is none of them"
         )
     with runtime.formed_sets.alone(members):
-        name = f"form_process_set.{list(members)}"
-        entry = Entry(Request(GLOBAL_ID, name, "form_process_set", parties=members))
-        runtime.engine.enqueue([entry])
+        abandoned = runtime.formed_sets.abandoned
+        entry = abandoned.pop(members, None)
+        if entry is None:
+            name = f"form_process_set.{list(members)}"
+            entry = Entry(Request(GLOBAL_ID, name, "form_process_set", parties=members))
+            runtime.engine.enqueue([entry])
         try:
             _wait(entry, members, timeout_seconds)
             formed: FormedSet = entry.handle.wait()
         except BaseException:
             engine = weakref.proxy(runtime.engine)  # Else its queue would hold it by the callback.
-            entry.handle.on_end(lambda: _release_unwanted(engine, entry, members))
+            abandoned[members] = entry
+            entry.handle.on_end(lambda: _release_unwanted(engine, abandoned, members))
             raise
     process_set._bind(formed.process_set_id, members)
-    if formed.is_new:  # The id may have been another set's.
-        runtime.restart(process_set)
+    if formed.is_new:
+        runtime.begin_set(process_set)
     runtime.formed_sets.uses[id(process_set)] = formed, process_set
     return process_set
 
@@ -73,9 +77,12 @@ def release_process_set(process_set: ProcessSet) -> None:
     _tell(runtime.engine, formed, members)
 
 
-def _release_unwanted(engine: Engine, entry: Entry, members: tuple[int, ...]) -> None:
-    """Release a use that nobody has waited for, after an interrupt."""
-    if entry.handle.error is None:
+def _release_unwanted(
+    engine: Engine, abandoned: dict[tuple[int, ...], Entry], members: tuple[int, ...]
+) -> None:
+    """Release a use that nobody has waited for, unless a later call has taken it over."""
+    entry = abandoned.pop(members, None)
+    if entry is not None and entry.handle.error is None:
         _tell(engine, entry.handle.wait(), members)
 
 

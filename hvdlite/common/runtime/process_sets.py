@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hvdlite.common.requests.entries import Entry
 from hvdlite.common.requests.process_set_table import GLOBAL_ID, FormedSet
 from hvdlite.common.runtime.process_state import rank_of_caller
 
@@ -118,6 +119,8 @@ class FormedSets:
         # The sets that threads of this rank are forming: one thread at a time for each.
         self._forming: set[tuple[int, ...]] = set()
         self._changed = threading.Condition()
+        # By members: requests that nobody waits for; the next call for these ranks takes it over.
+        self.abandoned: dict[tuple[int, ...], Entry] = {}
 
     def close(self) -> None:
         """Let no set be used any more."""

@@ -71,7 +71,7 @@ class Runtime:
         # era. See [Note: eras and join] at `restart`.
         self._unnamed: dict[int | None, int] = {}
         self._eras: dict[int | None, object] = {}
-        self._unnamed_lock = threading.Lock()  # Guards _unnamed.
+        self._unnamed_lock = threading.RLock()  # Guards _unnamed, also against a signal handler.
         # By id: the sets that users hold, so that a set that is removed can be told so.
         self.known_sets: dict[int, ProcessSet] = {}
         # The sets that only their members have made, which end with this world.
@@ -114,8 +114,13 @@ class Runtime:
         key = process_set.process_set_id
         with self._unnamed_lock:
             number = self._unnamed.get(key, 0)
-            yield f"noname.{number}"
             self._unnamed[key] = number + 1
+            try:
+                yield f"noname.{number}"
+            except BaseException:
+                if self._unnamed.get(key) == number + 1:  # Else a signal handler has called, too.
+                    self._unnamed[key] = number
+                raise
 
     def restart(self, process_set: ProcessSet) -> None:
         """Begin a new era of a process set: its unnamed calls are numbered from 0 again.
@@ -236,9 +241,14 @@ class Runtime:
         added: FormedSet = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
         process_set_id = added.process_set_id
         process_set._bind(process_set_id, members)
-        if added.is_new:  # The id may have been another set's.
-            self.restart(process_set)
+        if added.is_new:
+            self.begin_set(process_set)
         self.known_sets[process_set_id] = process_set
+
+    def begin_set(self, process_set: ProcessSet) -> None:
+        """Forget what was counted and chosen for another set that had the id of a new one."""
+        self.choices.pop(process_set.process_set_id or 0, None)
+        self.restart(process_set)
 
     def adopt(self, sets: Mapping[int, ProcessSet]) -> None:
         """Take over process sets that users hold, by their ids."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,18 +150,20 @@ def test_a_joined_rank_is_neutral_after_prescaling(prescale: float) -> None:
         if rank == 1:
             hvd.join()
             return
-        for dtype in ("float32", "int32"):
+        for dtype in ("float32", "int32", "int64", "uint64", "bool"):
             for op in (hvd.Min, hvd.Max, hvd.Product):
-                if (dtype, op, prescale) in (
-                    ("int32", hvd.Product, 2.0),
-                    ("int32", hvd.Product, -1.0),
-                ):
-                    continue  # no whole number becomes 1 when it is multiplied with these
-                array = np.array([4, -6]).astype(dtype)
-                result = hvd.allreduce(
-                    array, op=op, prescale_factor=prescale, name=f"{dtype}.{op.name}"
+                array = np.array([4, 6 if dtype == "uint64" else -6]).astype(dtype)
+                expected = (array * prescale).astype(dtype).tolist()
+                if dtype == "uint64" and prescale < 0:
+                    continue
+                reduce = partial(
+                    hvd.allreduce, array, op=op, prescale_factor=prescale, name=f"{dtype}.{op.name}"
                 )
-                assert result.tolist() == (array * prescale).astype(dtype).tolist()
+                if (op, prescale) == (hvd.Product, 2.0) and dtype in ("int32", "int64", "uint64"):
+                    with pytest.raises(hvd.HorovodInternalError, match=r"no u?int\d+ becomes 1"):
+                        reduce()
+                else:
+                    assert reduce().tolist() == expected
         hvd.join()
 
     run_ranks(2, main)
@@ -763,3 +766,46 @@ def test_a_stall_time_of_0_never_warns(shutdown: float) -> None:
     assert inspector.inspect([Waiting("t", (1,), 0.0)], 4.9) is None
     last = inspector.inspect([Waiting("t", (1,), 0.0)], 1000.0)
     assert (last is not None and last.shutdown) == bool(shutdown)
+
+
+@pytest.mark.parametrize("scalar", [0, 1])
+def test_a_tensor_without_rows_fails_its_call_alone(scalar: int) -> None:
+    def main(rank: int) -> None:
+        tensor = np.float64(1.0) if rank == scalar else np.ones(2)
+        for call in (hvd.allgather, partial(hvd.alltoall, splits=[0, 0])):
+            with pytest.raises(hvd.HorovodInternalError, match="no rows; reshape it"):
+                call(tensor, name="rows")
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("hosts", [None, [[0], [1]]])
+def test_a_root_is_any_whole_number(hosts: Any) -> None:
+    def main(rank: int) -> None:
+        for root in (np.int64(1), np.argmax([0, 1])):
+            assert hvd.broadcast(np.full(2, rank), root, name="b").tolist() == [1, 1]
+        for wrong in (0.0, "0", None):
+            with pytest.raises(ValueError, match="invalid root rank"):
+                hvd.broadcast(np.ones(2), wrong, name="b")
+
+    run_ranks(2, main, hosts=hosts)
+
+
+def test_a_factor_counts_as_it_is_at_the_call() -> None:
+    def main(rank: int) -> None:
+        factor = np.array(1.0)
+        for value in (1.0, 0.25):
+            factor.fill(value)
+            for name in ("named", None):
+                found = hvd.allreduce(np.ones(1), op=hvd.Sum, prescale_factor=factor, name=name)
+                assert found.tolist() == [2 * value]
+
+    run_ranks(2, main)
+
+
+def test_a_group_of_nothing_in_place() -> None:
+    def main(rank: int) -> None:
+        assert [*hvd.grouped_allreduce([]), *hvd.grouped_allreduce_([])] == []
+
+    run_ranks(2, main)

@@ -346,6 +346,22 @@ def test_a_rank_that_has_joined_gives_nothing(patient: None) -> None:
     run_ranks(2, main, config=GATHER)
 
 
+@pytest.mark.parametrize("scalars", [(0,), (1,), (0, 1)])
+def test_a_tensor_without_rows_is_not_taken_for_one_with_rows(
+    scalars: tuple[int, ...], patient: None
+) -> None:
+    def main(rank: int) -> None:
+        begin()
+        for _ in range(3):
+            assert hvd.allgather(np.ones(3), name="g").tolist() == [1.0] * 6
+        tensor = np.float64(7.0) if rank in scalars else np.ones(3)
+        with pytest.raises(hvd.HorovodInternalError, match="no rows; reshape it"):
+            hvd.allgather(tensor, name="g")
+        assert hvd.allgather(np.ones(3), name="g").tolist() == [1.0] * 6
+
+    run_ranks(2, main, config=GATHER)
+
+
 def test_a_rank_that_dies_is_named(patient: None) -> None:
     waiting = threading.Event()
 

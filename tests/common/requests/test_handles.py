@@ -14,7 +14,7 @@ from hvdlite.common.base.errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
 )
-from hvdlite.common.requests.handles import Handle
+from hvdlite.common.requests.handles import Handle, HandleTable
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -136,3 +136,11 @@ def test_each_wait_raises_an_error_of_its_own_that_knows_the_same(error: Excepti
         assert vars(caught.value) == vars(error)
         raised.append(caught.value)
     assert raised[0] is not raised[1]
+
+
+def test_a_number_of_before_a_shutdown_names_no_new_operation() -> None:
+    first, second = HandleTable(), HandleTable()
+    number = first.add("old")
+    assert second.add("new") != number
+    with pytest.raises(ValueError, match=f"handle {number} was not created"):
+        second.get(number)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
+from hvdlite.common.gradients.segment_plan import chosen, set_split_strategy_by_size
 from hvdlite.common.requests.process_set_table import ProcessSetTable
 from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
@@ -22,6 +23,7 @@ from hvdlite.common.runtime.process_sets import (
     ProcessSet,
 )
 from hvdlite.common.settings.config import Config
+from tests.limits import HANG_SECONDS
 from tests.ranks import run_ranks, run_threads
 
 pytestmark = pytest.mark.timeout(120)
@@ -426,3 +428,37 @@ def test_a_member_that_does_not_come_in_time() -> None:
         release_process_set(formed)
 
     run_ranks(2, main)
+
+
+def test_who_gave_up_may_call_again_before_the_others_come() -> None:
+    asked = threading.Event()
+
+    def main(rank: int) -> None:
+        if rank == 0:
+            for _ in range(3):
+                with pytest.raises(hvd.HorovodInternalError, match="was not formed"):
+                    form_process_set([0, 1], timeout_seconds=0.05)
+            asked.set()
+        assert asked.wait(HANG_SECONDS)
+        formed = form_process_set([0, 1], timeout_seconds=60)
+        assert total(formed) == 3
+        release_process_set(formed)
+        hvd.barrier()
+        assert current().engine.process_sets.all() == {0: [0, 1]}
+
+    run_ranks(2, main)
+
+
+def test_a_new_set_has_not_the_segmentation_of_the_last_one_with_its_id() -> None:
+    def main(rank: int) -> None:
+        if rank < 2:
+            first = form_process_set([0, 1])
+            set_split_strategy_by_size([30, 70], first)
+            release_process_set(first)
+        hvd.barrier()
+        if rank > 0:
+            second = form_process_set([1, 2])
+            assert second.process_set_id == 1
+            assert chosen(second) == chosen(hvd.global_process_set)
+
+    run_ranks(3, main)
