@@ -216,21 +216,20 @@ class SharedHandle(Handle):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self._left = count
+        # Counts down in one step, as two threads may end entries at the same time.
+        self._left = iter(range(count - 1, -1, -1))
         self._first: Exception | None = None
         self._last: Event | None = None
 
     def complete(self, value: Any = None, event: Event | None = None) -> None:
         """Count an entry that has run; the event of the last one is the last to occur."""
         self._last = event
-        self._left -= 1
-        if self._left == 0:
+        if not next(self._left):
             self._finish()
 
     def fail(self, error: Exception) -> None:
         self._first = self._first or error
-        self._left -= 1
-        if self._left == 0:
+        if not next(self._left):
             self._finish()
 
     def _finish(self) -> None:

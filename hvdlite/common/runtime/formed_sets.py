@@ -54,9 +54,9 @@ def form_process_set(ranks: Iterable[int], timeout_seconds: float | None = None)
             abandoned[members] = entry
             entry.handle.on_end(lambda: _release_unwanted(engine, abandoned, members))
             raise
-    process_set._bind(formed.process_set_id, members)
-    if formed.is_new:
-        runtime.begin_set(process_set)
+        process_set._bind(formed.process_set_id, members)
+        if formed.is_new:  # No other thread has the set yet.
+            runtime.begin_set(process_set)
     runtime.formed_sets.uses[id(process_set)] = formed, process_set
     return process_set
 
