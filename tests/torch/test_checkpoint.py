@@ -137,6 +137,36 @@ def test_an_object_stays_whatever_its_load_state_dict_returns(tmp_path: Path) ->
         assert torch.equal(ours, theirs)
 
 
+class Counted(torch.nn.Linear):
+    """A layer with a number, which its state dict has as a tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = int(state)
+
+
+def copying_its_bias(inputs: int, outputs: int) -> Any:
+    net: Any = torch.nn.Linear(inputs, outputs)
+    net._register_state_dict_hook(
+        lambda module, state, *others: state.update(bias=state["bias"].clone())
+    )
+    return net
+
+
+@pytest.mark.parametrize("make", [Counted, copying_its_bias])
+def test_a_module_gets_what_its_state_dict_has_as_copies(tmp_path: Path, make: Any) -> None:
+    saved, fresh = make(3, 2), make(3, 2)
+    saved.count = 7
+    hvd.checkpoint.save(tmp_path / "it", {"net": saved})
+    hvd.checkpoint.load(tmp_path / "it", {"net": fresh})
+    assert torch.equal(fresh.bias, saved.bias) and torch.equal(fresh.weight, saved.weight)
+    assert make is not Counted or fresh.count == 7
+
+
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     net = model(0)
     optimizer = torch.optim.Adam(net.parameters())

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from hvdlite.checkpoint import compression
 from hvdlite.checkpoint.manifest import Record
@@ -101,11 +102,24 @@ def _module(module: torch.nn.Module) -> Owner:
     tree = dict(module.state_dict())
 
     def install(loaded: dict[str, Any]) -> None:
-        # Tensors were loaded in place; modules may have extra state that is none.
-        if not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        # The module's own tensors were loaded in place. Extra state, and what a hook has copied for
+        # the state dict, the module takes back itself.
+        own = {_memory(each) for each in (*module.parameters(), *module.buffers())}
+        if not all(
+            isinstance(value, torch.Tensor)
+            and _memory(value) in own
+            and not name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+            for name, value in loaded.items()
+        ):
             module.load_state_dict(loaded)
 
     return Owner(module, tree, install)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Return what two tensors with the same memory have in common; None if it is not strided."""
+    held = local(tensor)
+    return held.untyped_storage()._cdata if held.layout is torch.strided else None
 
 
 def is_dtensor(value: Any) -> TypeGuard[Any]:
