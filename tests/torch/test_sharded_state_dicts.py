@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,6 +154,38 @@ def test_sharded_state_dicts() -> None:
             optimizer_of(models[rank]).load_state_dict(states[0])
 
     run_ranks(1, alone)
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_shards_that_are_loaded_when_others_are_trained(freezes: bool) -> None:
+    """What is frozen since the save stays as it is, and what is thawed is trained."""
+
+    def main(rank: int, sharded: bool) -> Any:
+        model = models[sharded][rank]
+        first = next(iter(model.parameters()))
+
+        def optimizer_of() -> Any:
+            made = OPTIMIZERS["adam"](model.parameters())
+            return hvd.DistributedOptimizer(made, model.named_parameters(), shard_state=sharded)
+
+        first.requires_grad_(freezes)
+        optimizer = optimizer_of()
+        train(rank, model, optimizer)
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        first.requires_grad_(not freezes)
+        before = first.detach().clone()
+        optimizer = optimizer_of()
+        optimizer.load_state_dict(state)
+        train(rank, model, optimizer)
+        assert same(first, before) == freezes
+        first.requires_grad_(freezes)
+        train(rank, model, optimizer)
+        return weights(model)
+
+    models = [[network() for _ in range(2)] for _ in range(2)]
+    plain, found = (run_ranks(2, partial(main, sharded=sharded)) for sharded in (False, True))
+    assert all(same(plain[0], each) for each in found)
 
 
 def test_elastic_states_keep_all_of_it_for_any_number_of_ranks() -> None:

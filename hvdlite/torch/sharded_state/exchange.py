@@ -118,8 +118,11 @@ class ShardedExchange:
         ]
         self._forget_state()
         self.kept, self._loaded = {}, None
-        self._used |= {name for flat in saved for name in flat["parameters"]}
-        self._arranged_for = tuple(self._find_trained(False).values()), self._members()
+        arranged = {name for flat in saved for name in flat["parameters"]}
+        self._used |= arranged
+        # The next step arranges them anew where it trains others, such as those that are thawed.
+        names = (self.names[parameter] for parameter, _ in named_by_position(self.param_groups))
+        self._arranged_for = tuple(name for name in names if name in arranged), self._members()
 
     def _forget_state(self) -> None:
         """Forget the state of shards that are no longer."""
