@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -134,7 +135,30 @@ def check_shapes_are_planned_once() -> None:
         assert torch.allclose(one, other, atol=1e-5)
 
 
+def check_values_beside_tensors() -> None:
+    """What is in the plan of a call is never used for another; ranks that differ are told."""
+    part = sharding.shard(lambda x, values, places: x[places] * float(values[0]))
+    shares, ends = torch.ones(hvd.size(), WIDTH), slice(None)
+    kept = np.array([5.0])
+    found = [part(shares, np.array([each]), ends)[0, 0] for each in (2.0, 3.0, 4.0)]
+    found.append(part(shares, kept, ends)[0, 0])
+    kept[0] = 6.0
+    found.append(part(shares, kept, slice(None))[0, 0])
+    assert found == [2, 3, 4, 5, 6], found
+    known = np.array([2.0 if hvd.rank() else 7.0])
+    for words, call in {
+        "rank 1 of the mesh has called": lambda: part(shares, known, ends),
+        "with a bytearray, which may change": lambda: part(shares, bytearray(b"a"), ends),
+        "rank 0 cannot plan" if hvd.rank() else "with a bytearray": lambda: part(
+            shares, (8.0,) if hvd.rank() else bytearray(b"a"), ends
+        ),
+    }.items():
+        sharding_steps.expect(words, call, Exception)
+    assert part(shares, np.array([4.0]), ends)[0, 0] == 4
+
+
 CHECKS = [
+    check_values_beside_tensors,
     check_shapes_are_planned_once,
     check_whole_values_are_loaded,
     check_few_rows_and_another_dtype_are_loaded,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
@@ -88,12 +89,11 @@ class Runner:
         leaves, spec = tree_flatten(args)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         self._start()
-        key = self._key(leaves, spec)
-        part = self._parts.get(key)
+        part = self._find(leaves, spec)
         draws = part is None or part.lowered.draws
         seed = int(torch.randint(1 << 62, ()).item()) if draws else 0
         # Before all that one rank alone may refuse, while the others wait for it.
-        seed = check_shares(tensors, self._mesh, seed)
+        seed = check_shares(tensors, self._mesh, part is not None, seed)
         for index, each in enumerate(tensors):
             if isinstance(each, DTensor):
                 raise ValueError(
@@ -139,12 +139,22 @@ class Runner:
         if self._collectives is None:
             self._collectives = MeshCollectives(self._mesh)
 
+    def _find(self, leaves: Sequence[Any], spec: Any) -> _Part | None:
+        """Return the part for such arguments, if there is one: not for what `prepare` refuses."""
+        try:
+            return self._parts.get(self._key(leaves, spec))
+        except TypeError:
+            return None
+
     def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
-        """Return what two calls have in common that run alike."""
+        """Return what two calls have in common that run alike.
+
+        Raises `TypeError` for an argument of which that cannot be said.
+        """
         values = [
             (tuple(each.shape), each.dtype, isinstance(each, torch.nn.Parameter))
             if isinstance(each, torch.Tensor)
-            else (type(each), each if isinstance(each, Hashable) else id(each))
+            else (type(each), _fixed(each))
             for each in leaves
         ]
         return (*values, str(spec), tuple([each.training for each in self._modules]))
@@ -155,17 +165,19 @@ class Runner:
         assert self._collectives is not None
         ranks = self._collectives.ranks
         example = tree_map(lambda each: whole_batch(each, ranks), tuple(args))
-        found = self._agreed(
-            lambda: plan(
-                self._module, example, self._configured, _Ranks(ranks, self._mesh), **self._options
-            )
-        )
+        leaves, spec = tree_flatten(args)
+
+        def make() -> Plan:
+            self._key(leaves, spec)
+            mesh = _Ranks(ranks, self._mesh)
+            return plan(self._module, example, self._configured, mesh, **self._options)
+
+        found = self._agreed(make)
         assert found.found is not None
         traced = found.found.traced
         if self._tensors is None:
             self._cut_parameters(found)
         tensors = dict(named_tensors(self._module).values())
-        leaves, spec = tree_flatten(args)
         given = [each for each in leaves if isinstance(each, torch.Tensor)]
         lowered = Lowering(
             traced, found.found.operators, found.found.choices,
@@ -249,6 +261,28 @@ class _Ranks:
     def mesh(self) -> Any:
         """The numbers of its ranks, None for all of the job."""
         return None if self.whole is None else self.whole.mesh
+
+
+def _fixed(value: Any) -> Any:
+    """Return what stands for an argument that is no tensor: its values, which are in the plan.
+
+    Raises `TypeError` for an object that may change unseen.
+    """
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, slice):  # Not hashable before Python 3.12.
+        value = value.start, value.stop, value.step
+    elif isinstance(value, set):
+        value = frozenset(value)
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"a sharded part is called with a {type(value).__name__}, which may change between "
+            "calls while the plan has its values: give tensors, arrays of numbers, or what is "
+            "hashable, such as numbers, texts and tuples of them"
+        ) from None
+    return value
 
 
 @functools.cache

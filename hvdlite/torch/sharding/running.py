@@ -65,10 +65,11 @@ def shard(
     - `example`: an input, or a tuple of inputs, of this rank: a module with parameters needs it, as
       they are cut before an optimizer takes them. Meta tensors do.
 
-    The part is recorded once for each shape of its inputs, and then runs as a graph on local
-    tensors, with the collectives that the plan says. `search`, `memory_limit` and
-    `optimizer_states` are those of `plan`. `device` and `level` have no effect. Raises `TypeError`
-    and `ValueError` for strategies that do not fit, a function in its first call.
+    The part is recorded once for each shape of its inputs, and for each value of arguments that are
+    no tensors, which are the same on all ranks. It then runs as a graph on local tensors, with the
+    collectives that the plan says. `search`, `memory_limit` and `optimizer_states` are those of
+    `plan`. `device` and `level` have no effect. Raises `TypeError` and `ValueError` for strategies
+    that do not fit, a function in its first call.
     """
     check_search(search)
     if device is not None or level is not None:
