@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +90,48 @@ def test_experts(ranks: int) -> None:
     given = {f"experts.{i}": ((1, 1, 1), (1, ranks)) for i in range(2)}
     given["experts.2"] = ((1, 1, ranks), (ranks, 1))
     check_against_one_process(Experts(2 * ranks), [torch.randn(ranks, 4, 2 * ranks)], given, ranks)
+
+
+class Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def _set(x: Any) -> Any:
+    made = x * 1
+    made[:, [0, 2]] = made[:, [1, 3]] * 2
+    return made
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[:, [0, 2, 1, 3]],
+        lambda x: x * x[[0, 1, 3, 3]],
+        lambda x: x[:, [[0, 1], [2, 2]]] * x[:, np.array([1, 1]), None],
+        lambda x: x[..., range(2)].sum() + x[:, []].sum() + x,
+        _set,
+    ],
+)
+def test_lists_in_an_index(function: Any) -> None:
+    for cuts in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        check_against_one_process(Called(function), [torch.randn(4, 4, 4)], {"input0": (cuts,)}, 2)
+
+
+def test_tensors_without_values_are_refused() -> None:
+    nowhere = torch.empty(3, device="meta")
+    with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) that has no values"):
+        run_sharded(Called(lambda x: x * nowhere), [torch.randn(4, 3)], {}, 2, lambda *_: 0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_repeated_elements_whose_number_is_given(dim: int) -> None:
+    part = Called(lambda x: x.repeat_interleave(2, dim=dim, output_size=8))
+    given = {"repeat_interleave": (((2, 1), (1, 2))[dim],)}
+    check_against_one_process(part, [torch.randn(4, 4)], given, 2)
 
 
 def test_groups_that_were_destroyed_are_not_kept() -> None:

@@ -197,7 +197,15 @@ class Lowering:
         ]
 
     def _wanted(self, name: str, wanted: Layout, gradient_summed: Summed) -> Any:
-        """Return the node of a tensor in another layout."""
+        """Return the node of a tensor in another layout.
+
+        Raises `ValueError` for one without values that comes from elsewhere.
+        """
+        if name not in self._values:
+            raise ValueError(
+                f"a sharded part uses a tensor of shape {self._record.shapes[name]} that has no "
+                "values, and that is no input, no parameter and no buffer: make one of them of it"
+            )
         value = self._values[name]
         if value.summed and len(self._wishes.get(name, ())) > 1:
             value = self._settled(name, value)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hvdlite.torch.sharding.planning.calls import Ref
 from hvdlite.torch.sharding.planning.record import Record
 from hvdlite.torch.sharding.rules.attention import HeadsApart
+from hvdlite.torch.sharding.rules.views import ListsAsTensors
 
 # The attribute of a sharded module that has the forward() from before.
 ORIGINAL = "_hvdlite_forward"
@@ -47,8 +48,10 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
     recorder = Record(names, stand_ins, trace.__code__)
     for each, name in zip(leaves, input_names, strict=True):
         recorder.know(each, name)
-    modes = torch.inference_mode(), torch.enable_grad()
-    with _unsharded(module), _paths(module, recorder), modes[0], modes[1], HeadsApart(), recorder:
+    with (
+        _unsharded(module), _paths(module, recorder), torch.inference_mode(), torch.enable_grad(),
+        HeadsApart(), ListsAsTensors(), recorder,
+    ):  # fmt: skip
         try:
             result = torch.func.functional_call(module, stand_ins, inputs)
         except (RuntimeError, NotImplementedError) as error:

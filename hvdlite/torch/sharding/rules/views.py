@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hvdlite.torch.sharding.rules import attention
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
@@ -148,7 +150,44 @@ def repeat_interleave(
     if function._overloadname != "self_int" or dim is None:
         return None
     axes = tuple(range(result.ndim))
-    return Rule((axes,), axes, tuple(args[0].shape))
+
+    def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
+        # The length of the whole result, which follows from the others.
+        left = {name: each for name, each in options.items() if name != "output_size"}
+        return function, given, left
+
+    return Rule((axes,), axes, tuple(args[0].shape), local=local)
+
+
+class ListsAsTensors(TorchFunctionMode):
+    """While it is entered, lists in an index become tensors with values, as other operators see.
+
+    torch would make them on the device of what is indexed, which has no values in a trace.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch."""
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], _with_tensors(args[1]), *args[2:])
+        return function(*args, **(kwargs or {}))
+
+
+def _with_tensors(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_as_tensor(each) for each in index)
+    # torch takes other lists for tuples in some versions.
+    if isinstance(index, list) and not all(isinstance(each, (bool, int)) for each in index):
+        return index
+    return _as_tensor(index)
+
+
+def _as_tensor(index: Any) -> Any:
+    if not isinstance(index, (list, tuple, range, np.ndarray)):
+        return index
+    values = index.tolist() if isinstance(index, np.ndarray) else index
+    return torch.tensor(values, dtype=None if len(values) else torch.int64)
 
 
 def chosen(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
