@@ -188,6 +188,24 @@ def test_shards_that_are_loaded_when_others_are_trained(freezes: bool) -> None:
     assert all(same(plain[0], each) for each in found)
 
 
+def test_one_rank_alone_asks_for_its_state_after_others_were_frozen() -> None:
+    """The state dict has the shards of the last step, which another optimizer goes on with."""
+
+    def body(rank: int, model: nn.Module, optimizer: Any) -> None:
+        train(rank, model, optimizer)
+        optimizer.zero_grad()
+        next(iter(model.parameters())).requires_grad_(False)
+        if rank == 0:
+            optimizer.state_dict()
+        hvd.barrier()
+        state = copy.deepcopy(optimizer.state_dict())
+        train(rank, model, optimizer)
+        optimizer.load_state_dict(state)
+        train(rank, model, optimizer)
+
+    both(2, OPTIMIZERS["adam"], body)
+
+
 def test_elastic_states_keep_all_of_it_for_any_number_of_ranks() -> None:
     """A commit of 3 ranks is restored by 2 of them, and by a newcomer that has no state."""
     models = [network() for _ in range(3)]

@@ -88,6 +88,16 @@ class ShardedExchange:
                 self.state[shard.shard] = state
         self._arranged_for, self._loaded = arranged_for, None
 
+    def settle(self) -> None:
+        """Arrange the shards where no other rank is needed for it; else leave them as they are.
+
+        Raises `RuntimeError` as `ensure`.
+        """
+        if self._loaded is not None or not any(self.state.get(each.shard) for each in self.shards):
+            self.ensure()
+        else:
+            self._check_members()
+
     def arrange_as(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Arrange the shards as saved ones. Raises `ValueError` where the parameters are others."""
         for parameter, default in named_by_position(self.param_groups):
@@ -259,13 +269,7 @@ class ShardedExchange:
     def _whole_states(self) -> dict[Tensor, State]:
         """Return the state of each parameter; all ranks take part where there is any."""
         states = dict(self.kept)
-        arranged_for = self._arranged_for
-        if self.state and arranged_for is not None and arranged_for[1] != self._members():
-            raise RuntimeError(
-                "the ranks have changed since the optimizer's state was divided among them, and "
-                "the parts of those that left are lost: use hvd.elastic.TorchState, which keeps "
-                "all of it, or load a consolidated state dict"
-            )
+        self._check_members()
         gather = CallOptions(self.reduction.process_set)
         for shard in self.shards:
             state = self.state.get(shard.shard)
@@ -279,6 +283,16 @@ class ShardedExchange:
                     gathered[name] = buffer
             states.update(shard.join(state, gathered))
         return states
+
+    def _check_members(self) -> None:
+        """Raise `RuntimeError` where the ranks are others than those that have the state."""
+        arranged_for = self._arranged_for
+        if self.state and arranged_for is not None and arranged_for[1] != self._members():
+            raise RuntimeError(
+                "the ranks have changed since the optimizer's state was divided among them, and "
+                "the parts of those that left are lost: use hvd.elastic.TorchState, which keeps "
+                "all of it, or load a consolidated state dict"
+            )
 
     def whole_states(self) -> dict[Tensor, State]:
         """Return a copy of the state of each parameter, as the wrapped optimizer would have it."""

@@ -73,12 +73,14 @@ class ShardingMixin(ReducingMixin):
     def state_dict(self) -> dict[str, Any]:
         """Return the options, and the state of this rank's shards, in the layout [N], [0].
 
-        It fits the same parameters on the same number of ranks; `consolidate` gives what fits all.
+        The shards are those of the last step, or of a load; no other rank takes part. It fits the
+        same parameters on the same number of ranks; `consolidate` gives what fits all. Raises
+        `RuntimeError` where the ranks have changed.
         """
         exchange = self._exchange
         if not exchange.reduction.active:
             return super().state_dict()
-        exchange.ensure()
+        exchange.settle()
         place = exchange.place()
         state = {
             number: noted(exchange.state[shard.shard], place.position, place.members)
