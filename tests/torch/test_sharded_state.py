@@ -116,9 +116,10 @@ def test_schedulers_closures_and_groups() -> None:
     both(2, make, body)
 
 
-def test_parameters_that_freeze_thaw_and_come_later() -> None:
+@pytest.mark.parametrize("name", ["adam", "momentum"])
+def test_parameters_that_freeze_thaw_and_come_later(name: str) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(list(parameters)[:-1], lr=0.01)
+        return OPTIMIZERS[name](list(parameters)[:-1])
 
     def body(rank: int, model: nn.Module, optimizer: Any) -> None:
         *_, thawed, last = model.parameters()

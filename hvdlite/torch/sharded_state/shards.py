@@ -155,12 +155,15 @@ def _copy(value: Any) -> Any:
 
 
 def _common(parameter: Tensor, state: State | None) -> tuple[Any, ...]:
-    """Return what is one for all elements of a parameter, which are those of one shard then."""
+    """Return what the parameters of one shard have alike: what their state has, and counts."""
     return tuple(
-        (name, value.item() if isinstance(value, Tensor) else value)
+        (name, _plain(value) if _is_common(name, value, parameter) else "of each element")
         for name, value in sorted((state or {}).items())
-        if _is_common(name, value, parameter)
     )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def arrange(
