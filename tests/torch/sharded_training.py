@@ -51,6 +51,7 @@ OPTIMIZERS: dict[str, Make] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05, t0=2),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
 }
 OPTIMIZERS |= {f"counts in {each}": partial(Counting, lr=0.05, counts=each) for each in COUNTS}

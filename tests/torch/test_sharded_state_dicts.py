@@ -49,7 +49,7 @@ def test_the_consolidated_state_is_that_of_the_plain_optimizer() -> None:
     ("name", "sizes"),
     [
         *(("adam", sizes) for sizes in [(4, 2), (2, 3), (3, 1), (1, 2)]),
-        ("counts in state", (2, 3)),
+        *((name, (2, 3)) for name in ("counts in state", "nadam", "asgd")),
     ],
     ids=str,
 )

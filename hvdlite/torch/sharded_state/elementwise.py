@@ -50,24 +50,32 @@ _EXPLANATION = (
 
 def check_elementwise(
     optimizer: torch.optim.Optimizer, wrapped: type, remedy: str = _EXPLANATION
-) -> None:
+) -> frozenset[str]:
     """Raise `ValueError` for an optimizer that is known, or found, to look beyond one element.
 
     A few steps with small tensors of its own are made by the class `wrapped`, for each group.
+    Returns the names of the state that is one for all elements of a parameter, such as counts.
     """
     for cls in wrapped.__mro__:
         if cls.__name__.lower() in _KNOWN:
             raise ValueError(
                 f"{wrapped.__name__} looks at {_KNOWN[cls.__name__.lower()]}: {remedy}"
             )
+    common: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
-        reason = _objection(optimizer, wrapped, group)
+        reason = _objection(optimizer, wrapped, group, common)
         if reason:
             raise ValueError(f"{wrapped.__name__}, group {number}: {reason}: {remedy}")
+    return frozenset(common)
 
 
-def _objection(optimizer: torch.optim.Optimizer, wrapped: type, group: Group) -> str:
-    """Return what a step over one flat tensor does differently; empty where it does not."""
+def _objection(
+    optimizer: torch.optim.Optimizer, wrapped: type, group: Group, common: set[str]
+) -> str:
+    """Return what a step over one flat tensor does differently; empty where it does not.
+
+    Adds to `common` the names of its state that is one for all elements.
+    """
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
     gradients = [
@@ -76,12 +84,19 @@ def _objection(optimizer: torch.optim.Optimizer, wrapped: type, group: Group) ->
     ]
     flat_gradients = [[_flat(step)] for step in gradients]
     try:
-        apart = _train(optimizer, wrapped, group, values, gradients)
-        together = _train(optimizer, wrapped, group, [_flat(values)], flat_gradients)
+        apart, _ = _train(optimizer, wrapped, group, values, gradients)
+        together, state = _train(optimizer, wrapped, group, [_flat(values)], flat_gradients)
     except Exception as error:
         return f"a step over flat tensors raises {type(error).__name__}: {error}"
     if not torch.allclose(_flat(apart), together[0].detach(), rtol=1e-9, atol=1e-12):
         return "a step over flat tensors gives other values than one over the parameters"
+    for parameter, entries in state.items():
+        if isinstance(parameter, torch.Tensor):
+            common |= {
+                name
+                for name, value in entries.items()
+                if value is not None and getattr(value, "shape", None) != parameter.shape
+            }
     return ""
 
 
@@ -95,7 +110,8 @@ def _train(
     group: Group,
     values: list[torch.Tensor],
     gradients: list[list[torch.Tensor]],
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], dict[Any, Any]]:
+    """Return the parameters after steps with these gradients, and the optimizer's state."""
     parameters: list[torch.Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
     groups = [{**group, "params": parameters}]
     if not group.get("lr", 1):
@@ -108,7 +124,7 @@ def _train(
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         take_over(trial, step_over(trial, wrapped, groups, state))
-    return [parameter.detach() for parameter in parameters]
+    return [parameter.detach() for parameter in parameters], state
 
 
 def _copy(value: Any) -> Any:

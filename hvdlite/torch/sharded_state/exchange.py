@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -36,10 +36,14 @@ class ShardedExchange:
         passes: int,
         reduction: ReductionConfig,
         state: Mapping[Tensor, State],
+        common: Set[str],
     ) -> None:
-        """Take over the parameters, and the state that the optimizer has. Nothing is sent."""
+        """Take over the parameters, and the state that the optimizer has. Nothing is sent.
+
+        `common` are the names in its state of what is one for all elements of a parameter.
+        """
         self.param_groups, self.names, self.passes = param_groups, names, passes
-        self.reduction = reduction
+        self.reduction, self._common = reduction, common
         # Whether the gradients of the parameters are reduced ones: from synchronize() to the step.
         self.synchronized = False
         # The state of the shards, by `FlatShard.shard`, and what the wrapped optimizer keeps beside
@@ -80,10 +84,10 @@ class ShardedExchange:
         self.kept = {p: state for p, state in states.items() if p not in trained}
         for shard in self.shards:
             shard.release_parameters()
-        self.shards = arrange(self.param_groups, trained, states, self.place())
+        self.shards = arrange(self.param_groups, trained, states, self.place(), self._common)
         self._forget_state()
         for shard in self.shards:
-            state = shard.cut(states)
+            state = shard.cut(states, self._common)
             if state:
                 self.state[shard.shard] = state
         self._arranged_for, self._loaded = arranged_for, None

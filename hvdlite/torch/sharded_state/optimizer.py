@@ -247,9 +247,11 @@ def shard(
             f"shard_state=True: {compression} compresses gradient by gradient, and those of a "
             "shard are sent as one tensor: use Compression.none, fp16 or bf16"
         )
-    check_elementwise(optimizer, type(optimizer))
+    common = check_elementwise(optimizer, type(optimizer))
     wrapped = wrap(ShardingMixin, optimizer, reduction)
-    exchange = ShardedExchange(optimizer.param_groups, names, passes, reduction, optimizer.state)
+    exchange = ShardedExchange(
+        optimizer.param_groups, names, passes, reduction, optimizer.state, common
+    )
     wrapped._exchange = exchange
     if reduction.active:
         # Of the wrapped optimizer, too: else it would keep all of its state in memory.

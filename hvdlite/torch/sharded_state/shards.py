@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +106,19 @@ class FlatShard:
         """Return whether a value of the shard's state has an entry for each of its elements."""
         return isinstance(value, Tensor) and value.shape == self.shard.shape
 
-    def cut(self, states: Mapping[Tensor, State]) -> State:
-        """Return the state of the shard, from that of the parameters; {} where they have none."""
+    def cut(self, states: Mapping[Tensor, State], common: Set[str]) -> State:
+        """Return the state of the shard, from that of the parameters; {} where they have none.
+
+        `common` are names of what is one for all elements.
+        """
         known = [states[parameter] for parameter in self.parameters if states.get(parameter)]
         if not known:
             return {}
         first = next(parameter for parameter in self.parameters if states.get(parameter))
         return {
-            name: _copy(value) if _is_common(name, value, first) else self._cut_value(name, states)
+            name: _copy(value)
+            if _is_common(name, value, first, common)
+            else self._cut_value(name, states)
             for name, value in states[first].items()
         }
 
@@ -145,19 +150,22 @@ class FlatShard:
         }
 
 
-def _is_common(name: str, value: Any, parameter: Tensor) -> bool:
-    """Return whether a value is one for all elements: the step count, above all."""
-    return not isinstance(value, Tensor) or name == "step" or (value.dim() == 0 < parameter.dim())
+def _is_common(name: str, value: Any, parameter: Tensor, common: Set[str]) -> bool:
+    """Return whether a value is one for all elements: the step count, above all.
+
+    The shapes do not tell it of a parameter without dimensions.
+    """
+    return not isinstance(value, Tensor) or name in common or value.dim() == 0 < parameter.dim()
 
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _common(parameter: Tensor, state: State | None) -> tuple[Any, ...]:
+def _common(parameter: Tensor, state: State | None, common: Set[str]) -> tuple[Any, ...]:
     """Return what the parameters of one shard have alike: what their state has, and counts."""
     return tuple(
-        (name, _plain(value) if _is_common(name, value, parameter) else "of each element")
+        (name, _plain(value) if _is_common(name, value, parameter, common) else "of each element")
         for name, value in sorted((state or {}).items())
     )
 
@@ -171,14 +179,18 @@ def arrange(
     names: Mapping[Tensor, str],
     states: Mapping[Tensor, State],
     place: Place,
+    common: Set[str],
 ) -> list[FlatShard]:
-    """Return the shards of the parameters in `names`: those of one kind in one buffer."""
+    """Return the shards of the parameters in `names`: those of one kind in one buffer.
+
+    `common` are names of what `states` has one of for all elements.
+    """
     kinds: dict[Any, list[Tensor]] = {}
     for number, group in enumerate(param_groups):
         for parameter in group["params"]:
             if parameter in names:
-                common = _common(parameter, states.get(parameter))
-                kind = number, parameter.dtype, parameter.device, common
+                alike = _common(parameter, states.get(parameter), common)
+                kind = number, parameter.dtype, parameter.device, alike
                 kinds.setdefault(kind, []).append(parameter)
     return [
         FlatShard(kind[0], parameters, names[parameters[0]], place)
