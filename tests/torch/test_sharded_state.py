@@ -163,6 +163,19 @@ def test_weights_that_are_loaded_or_replaced_are_stepped() -> None:
     both(2, OPTIMIZERS["adam"], body)
 
 
+def test_parameters_that_become_others_of_another_dtype() -> None:
+    def body(rank: int, model: nn.Module, optimizer: Any) -> None:
+        train(rank, model, optimizer)
+        model.double()
+        for inputs, target in batches(rank):
+            optimizer.zero_grad()
+            backward(model, (inputs.double(), target))
+            optimizer.step()
+        assert all(parameter.dtype == torch.float64 for parameter in model.parameters())
+
+    both(2, OPTIMIZERS["sgd"], body)
+
+
 class Lamb(torch.optim.SGD):
     """Known by its name."""
 

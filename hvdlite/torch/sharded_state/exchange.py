@@ -69,14 +69,19 @@ class ShardedExchange:
     def ensure(self, *, for_step: bool = False) -> None:
         """Arrange the shards anew where parameters, ranks or loaded state are others than before.
 
-        `for_step`: ask the other ranks for gradients that this rank lacks; all ranks take part.
-        Raises `RuntimeError` where the ranks have changed, and the state is that of the old ones.
+        Parameters of another dtype or on another device are others, too. `for_step`: ask
+        the other ranks for gradients that this rank lacks; all ranks take part. Raises
+        `RuntimeError` where the ranks have changed, and the state is that of the old ones.
         """
         for parameter, default in named_by_position(self.param_groups):
             self.names.setdefault(parameter, default)
         trained = self._find_trained(for_step)
         arranged_for = tuple(trained.values()), self._members()
-        if arranged_for == self._arranged_for and self._loaded is None:
+        if (
+            arranged_for == self._arranged_for
+            and self._loaded is None
+            and all(shard.fits() for shard in self.shards)
+        ):
             for shard in self.shards:
                 shard.adopt_parameters()
             return

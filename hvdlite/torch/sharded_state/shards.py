@@ -52,6 +52,13 @@ class FlatShard:
         layout = self.layout
         return torch.zeros(self.size, dtype=dtype or layout.dtype, device=layout.device)
 
+    def fits(self) -> bool:
+        """Return whether the parameters have the dtype and the device that they had."""
+        return all(
+            parameter.dtype == view.dtype and parameter.device == view.device
+            for parameter, view in zip(self.parameters, self._data_views, strict=True)
+        )
+
     def adopt_parameters(self) -> None:
         """Make the parameters views of the buffer, with the values that they have."""
         for parameter, view in zip(self.parameters, self._data_views, strict=True):
