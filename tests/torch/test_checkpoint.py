@@ -137,6 +137,57 @@ def test_an_object_stays_whatever_its_load_state_dict_returns(tmp_path: Path) ->
         assert torch.equal(ours, theirs)
 
 
+KINDS: dict[str, Any] = {"numpy": np.float64, "tensor": torch.tensor, "float": float}
+
+
+@pytest.mark.parametrize("here", KINDS)
+@pytest.mark.parametrize("there", KINDS)
+def test_rates_of_other_kinds(tmp_path: Path, there: str, here: str) -> None:
+    """As load_state_dict() of PyTorch has it, a rate is loaded as it was saved."""
+
+    def adam(kind: str, rate: float) -> dict[str, Any]:
+        net = torch.nn.Linear(3, 2)
+        optimizer: Any = torch.optim.Adam(net.parameters(), betas=(rate, rate))
+        optimizer.param_groups[0]["lr"] = KINDS[kind](rate)
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return {"net": net, "adam": optimizer}
+
+    hvd.checkpoint.save(tmp_path / "it", adam(there, 0.5))
+    state = adam(here, 0.25)
+    hvd.checkpoint.load(tmp_path / "it", state)
+    (group,) = state["adam"].param_groups
+    assert group["lr"] == 0.5 and group["betas"] == (0.5, 0.5)
+    assert isinstance(group["lr"], torch.Tensor if there == "tensor" else float)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_state_with_lists_of_tensors(tmp_path: Path, steps: int) -> None:
+    """LBFGS has a list of directions, which grows; the oracle is PyTorch's own state dict."""
+
+    def lbfgs(steps: int) -> dict[str, Any]:
+        net = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=1)
+        generator = torch.Generator().manual_seed(1)
+
+        def loss() -> Any:
+            optimizer.zero_grad()
+            found = net(torch.randn(4, 3, generator=generator)).square().sum()
+            found.backward()
+            return found
+
+        for _ in range(steps):
+            optimizer.step(loss)
+        return {"net": net, "lbfgs": optimizer}
+
+    saved, fresh = lbfgs(4), lbfgs(steps)
+    hvd.checkpoint.save(tmp_path / "it", saved)
+    hvd.checkpoint.load(tmp_path / "it", fresh)
+    torch.testing.assert_close(
+        fresh["lbfgs"].state_dict(), saved["lbfgs"].state_dict(), rtol=0, atol=0
+    )
+
+
 class Counted(torch.nn.Linear):
     """A layer with a number, which its state dict has as a tensor."""
 

@@ -6,6 +6,7 @@ not made a step has no state: a load makes what the checkpoint has for it.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
@@ -13,9 +14,10 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.utils._pytree import tree_map
 
 from hvdlite.checkpoint import compression
-from hvdlite.checkpoint.manifest import Record
+from hvdlite.checkpoint.manifest import Manifest, Record
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Part, Tensors
 from hvdlite.common.layouts.layout import from_placements
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
@@ -137,6 +139,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return held
 
 
+_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -174,13 +177,16 @@ def optimizer_state(
     state = {names[number]: dict(packed["state"].get(number, {})) for number in numbers}
     # What belongs to no parameter: a count of all steps, mostly.
     others = {key: value for key, value in packed["state"].items() if key not in names}
-    if context.manifest is not None:
-        _complete(state, dict(zip(names.values(), parameters, strict=True)), context)
-        _complete_others(others, context)
-    groups = [
+    groups: Any = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in packed["param_groups"]
     ]
+    # Numbers of numpy, which schedules compute, are no tensors here.
+    groups = tree_map(lambda each: each.item() if isinstance(each, np.generic) else each, groups)
+    if context.manifest is not None:
+        _complete(state, dict(zip(names.values(), parameters, strict=True)), context)
+        others |= _completed(others, "others", context)
+        groups = _completed(groups, "param_groups", context)
     follows = {
         f"state.{name}.{key}": name
         for name, entries in state.items()
@@ -231,50 +237,83 @@ def _named_parameters(state: Any, prefix: str) -> Iterator[tuple[int, str]]:
 def _complete(
     state: dict[str, dict[str, Any]], parameters: Mapping[str, torch.Tensor], context: Context
 ) -> None:
-    """Add what the checkpoint has for parameters of which the optimizer has no state yet."""
+    """Make the state of parameters what the checkpoint has, of which the optimizer may have none.
+
+    Raises `ValueError` where it has no such parameter.
+    """
     manifest = context.manifest
     assert manifest is not None
     prefix = f"{context.prefix}state."
+    found: dict[str, Any] = {}
     for full_name in manifest.names:
         if not full_name.startswith(prefix):
             continue
-        name, _, key = full_name.removeprefix(prefix).rpartition(".")
+        name, _, path = full_name.removeprefix(prefix).rpartition(".")
+        while name not in state and path.partition(".")[0].isdigit():  # A place in a list.
+            name, _, key = name.rpartition(".")
+            path = f"{key}.{path}"
         if name not in state:
             raise ValueError(
                 f"the checkpoint has {full_name!r}, and the optimizer no parameter of that name: "
                 "give the state the same models, under the same names, as it was saved with"
             )
-        if key not in state[name]:
-            record = manifest.tensors.get(full_name)
-            state[name][key] = (
-                None
-                if record is None
-                else _new(record, parameters[name], manifest.tensors.get(name))
-            )
+        _put(found.setdefault(name, {}), path, full_name)
+    for name, entries in found.items():
+        new = functools.partial(_new, parameters[name], manifest.tensors.get(name))
+        state[name] |= _as_saved(state[name], entries, manifest, new)
 
 
-def _complete_others(others: dict[Any, Any], context: Context) -> None:
-    """Add what the checkpoint has beside the state of parameters, and the optimizer not yet."""
+def _completed(own: Any, name: str, context: Context) -> Any:
+    """Return what the checkpoint has beside the state of parameters, as `_as_saved` does."""
     manifest = context.manifest
     assert manifest is not None
-    prefix = f"{context.prefix}others."
-    for name in (each for each in manifest.names if each.startswith(prefix)):
-        *path, key = name.removeprefix(prefix).split(".")
-        held = others
-        for each in path:
-            held = held.setdefault(each, {})
-        record = manifest.tensors.get(name)
-        if key not in held:
-            empty = (
-                None if record is None else torch.zeros(record.shape, dtype=_DTYPES[record.dtype])
-            )
-            held[key] = empty
+    full_name = f"{context.prefix}{name}"
+    if full_name in manifest.values:
+        return _as_saved(own, full_name, manifest, _zeros)
+    found: dict[str, Any] = {}
+    for each in manifest.names:
+        if each.startswith(f"{full_name}."):
+            _put(found, each.removeprefix(f"{full_name}."), each)
+    return _as_saved(own, found, manifest, _zeros) if found else own
 
 
-def _new(record: Record, parameter: torch.Tensor, of_parameter: Record | None) -> torch.Tensor:
+def _put(nested: dict[str, Any], path: str, name: str) -> None:
+    *keys, last = path.split(".")
+    for key in keys:
+        nested = nested.setdefault(key, {})
+    nested[last] = name
+
+
+def _as_saved(
+    own: Any, found: Any, manifest: Manifest, new: Callable[[Record], torch.Tensor]
+) -> Any:
+    """Return what a checkpoint can be loaded into that has tensors and lists where `own` has not.
+
+    `found` is a name, or dicts of such by the keys of dicts and lists. Tensors that are there stay.
+    """
+    if isinstance(found, str):
+        record = manifest.tensors.get(found)
+        if record is None:  # One value, in which there are no tensors.
+            return tree_map(lambda each: None if isinstance(each, _ARRAYS) else each, own)
+        return own if isinstance(own, _ARRAYS) else new(record)
+    held = dict(enumerate(own)) if isinstance(own, (list, tuple)) else own
+    keys = {str(key): key for key in held} if isinstance(held, dict) else {}
+    made = {
+        keys.get(key, key): _as_saved(held[keys[key]] if key in keys else None, each, manifest, new)
+        for key, each in found.items()
+    }
+    if isinstance(own, dict) or {str(key) for key in made} != set(map(str, range(len(made)))):
+        return made
+    return (tuple if isinstance(own, tuple) else list)(made[key] for key in sorted(made, key=int))
+
+
+def _new(parameter: torch.Tensor, of_parameter: Record | None, record: Record) -> torch.Tensor:
     """Return a tensor for a state, as large as the part of its parameter where it is cut alike."""
-    dtype = _DTYPES[record.dtype]
     full_shape = tuple(parameter.shape) if of_parameter is None else of_parameter.shape
     if record.shape == full_shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(record.shape, dtype=dtype)
+        return torch.zeros_like(parameter, dtype=_DTYPES[record.dtype], requires_grad=False)
+    return _zeros(record)
+
+
+def _zeros(record: Record) -> torch.Tensor:
+    return torch.zeros(record.shape, dtype=_DTYPES[record.dtype])
