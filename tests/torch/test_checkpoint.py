@@ -108,6 +108,8 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path) -> None:
              "float64", "complex64", "complex128"]  # fmt: skip
     state = {name: torch.arange(6).reshape(2, 3).to(getattr(torch, name)).T for name in names}
     state["scalar"] = torch.tensor(2.5, dtype=torch.bfloat16)
+    state["conjugate"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    state["negative"] = state["conjugate"].imag
     hvd.checkpoint.save(tmp_path / "it", state)
     fresh = {name: torch.zeros_like(value) for name, value in state.items()}
     hvd.checkpoint.load(tmp_path / "it", fresh)

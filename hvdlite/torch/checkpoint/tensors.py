@@ -42,7 +42,7 @@ class TorchTensors(Tensors):
     def array(self, tensor: Any) -> Array:
         if not isinstance(tensor, torch.Tensor):
             return super().array(tensor)
-        values = local(tensor).detach().cpu().contiguous()
+        values = local(tensor).detach().cpu().contiguous().resolve_conj().resolve_neg()
         return as_array(values).reshape(tuple(values.shape))
 
     def store(self, tensor: Any, values: Array) -> Any:
