@@ -116,11 +116,14 @@ def fill(
 
 
 def _like(original: Any, value: Any) -> Any:
-    """Return a value of JSON with tuples where the original has them."""
-    if isinstance(original, tuple) and isinstance(value, list):
-        return tuple(value)
-    if isinstance(original, list) and isinstance(value, list) and len(original) == len(value):
-        return [_like(a, b) for a, b in zip(original, value, strict=True)]
+    """Return a value of JSON with tuples where the original has them, named ones too."""
+    if isinstance(original, (list, tuple)) and isinstance(value, list):
+        is_alike = len(original) == len(value)
+        if is_alike:
+            value = [_like(a, b) for a, b in zip(original, value, strict=True)]
+        if is_alike and hasattr(original, "_fields"):
+            return type(original)(*value)
+        return tuple(value) if isinstance(original, tuple) else value
     if isinstance(original, dict) and isinstance(value, dict):
         return {key: _like(original.get(key), each) for key, each in value.items()}
     return value

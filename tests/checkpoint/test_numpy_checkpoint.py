@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -196,6 +197,24 @@ def test_nested_states_values_and_scalars(tmp_path: Path) -> None:
     assert {"device_matrix", "tensor_map", "shape", "dtype", "slices"} == set(
         described["tensors"]["model.blocks.1.b"]
     )
+
+
+class Point(NamedTuple):
+    x: int
+    y: tuple[int, ...]
+
+
+def test_tuples_on_every_level(tmp_path: Path) -> None:
+    """JSON has lists: what the state has decides. The generator goes on as it would have."""
+    generator = random.Random(1)
+    state = {"random": generator.getstate(), "point": Point(1, (2, 3)), "pairs": [(1, 2), [3]]}
+    hvd.checkpoint.save(tmp_path / "it", state)
+    drawn = generator.random()
+    blank = {"random": generator.getstate(), "point": Point(0, (0, 0)), "pairs": [(0, 0), [0]]}
+    assert hvd.checkpoint.load(tmp_path / "it", blank) == state
+    assert type(blank["point"]) is Point
+    generator.setstate(blank["random"])  # type: ignore[arg-type]
+    assert generator.random() == drawn
 
 
 def test_parts_of_a_checkpoint_and_other_libraries(tmp_path: Path) -> None:
