@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,11 +47,12 @@ def whole(tensors: dict[str, Any]) -> dict[str, Any]:
 def main(call: str, folder: Path, rows: int) -> None:
     hvd.init_process_group()
     mesh = init_device_mesh("cpu", (rows, hvd.size() // rows))
-    state: dict[str, Any] = {"step": 0}
+    state: dict[str, Any] = {"step": 0, "loss": np.float64(0), "counts": np.zeros(3, np.int64)}
     if call == "save":
         state["model"], state["optimizer"] = build([Shard(0), Shard(1)], mesh)
         step(state["model"], state["optimizer"])
-        state["step"] = 11
+        state |= {"step": 11, "loss": np.float64(1.5), "counts": np.arange(3)}
+        refuse_float8(folder, state["model"][0].weight)
         hvd.checkpoint.save(folder / "dcp", state)
         hvd.checkpoint.save(folder / "whole", whole(state["model"].state_dict()))
         step(state["model"], state["optimizer"])
@@ -61,6 +63,8 @@ def main(call: str, folder: Path, rows: int) -> None:
             value.zero_()
         hvd.checkpoint.load(folder / "dcp", state)
         assert state["step"] == 11
+        assert state["loss"] == 1.5 and isinstance(state["loss"], np.float64)
+        assert state["counts"].tolist() == [0, 1, 2]
         check(folder / "whole", state["model"])
         step(state["model"], state["optimizer"])
         check(folder / "next", state["model"])
@@ -73,6 +77,17 @@ def main(call: str, folder: Path, rows: int) -> None:
     check_fsdp(call, folder)
     dist.destroy_process_group()
     sys.stdout.write("is content\n")
+
+
+def refuse_float8(folder: Path, weight: Any) -> None:
+    """What no load would take is not written."""
+    state = {"weight": weight, "scale": torch.ones(2).to(torch.float8_e4m3fn)}
+    try:
+        hvd.checkpoint.save(folder / "float8", state)
+    except ValueError as error:
+        assert "'scale': checkpoints have no torch.float8" in str(error), error
+    else:
+        raise AssertionError("float8 was saved")
 
 
 def check(folder: Path, model: Any) -> None:

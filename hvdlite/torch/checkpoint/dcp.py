@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -22,11 +23,12 @@ from hvdlite.checkpoint import loading, saving, trees
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.loading import Options
 from hvdlite.checkpoint.manifest import Folder, Manifest, Record
-from hvdlite.checkpoint.tensors import Part, Tensors
+from hvdlite.checkpoint.tensors import Part, Tensors, kinds_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.layouts.layout import whole
+from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor, local
-from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.dtypes import DTYPE_NAMES, as_tensor
 
 
 class _ShapesOnly(TorchTensors):
@@ -59,6 +61,8 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
             if not tensors.is_tensor(leaf):
                 trees.check_value(leaf, name)
             flat[name] = leaf
+        for name, (dtype, _) in kinds_of(flat, tensors).items():
+            flat[name] = _of_torch(flat[name], dtype)
         if rank == 0:
             folder.prepare()
 
@@ -70,6 +74,13 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
         if rank == 0:
             folder.discard()
         raise
+
+
+def _of_torch(tensor: Any, dtype: str) -> torch.Tensor:
+    """Return a tensor for DCP, which would write arrays of numpy as values."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    return as_tensor(np.asarray(tensor).astype(numpy_dtype(dtype)))
 
 
 def _save(folder: Folder, flat: dict[str, Any]) -> None:
@@ -104,9 +115,14 @@ def load(
     digests = together(what, prepare)
     plan = plans[0]
     check_same(what, plan.facts, digests)
-    flat: dict[str, Any] = {name: wanted.tensor for name, wanted in plan.tensors.items()}
+    flat: dict[str, Any] = {
+        name: _of_torch(wanted.tensor, wanted.dtype) for name, wanted in plan.tensors.items()
+    }
     flat.update(plan.values)
     together(what, lambda: _unwrapped(what, lambda: _load(folder, flat, not dist.is_initialized())))
+    for name, wanted in plan.tensors.items():
+        if flat[name] is not wanted.tensor:
+            flat[name] = tensors.store(wanted.tensor, tensors.array(flat[name]))
     return trees.fill(state, plan.tree, flat, tensors)
 
 
