@@ -409,6 +409,29 @@ def test_how_a_trace_begins(tmp_path: Path, begin: str) -> None:
     assert len(read_rows(str(tmp_path / "t.rank0.csv"))) == 2  # complete after shutdown
 
 
+def test_an_optimizer_goes_on_after_another_init(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts, traces of the script and that of the settings; no row of before is overwritten."""
+    monkeypatch.setenv("HVDLITE_TRACE_ITERATIONS", str(tmp_path / "t.csv"))
+    model = net()
+    hvd.init()
+    try:
+        optimizer = distributed(model)
+        train(model, optimizer, 2)
+        for steps in (3, 1):
+            hvd.shutdown()
+            hvd.init()
+            hvd.metrics()
+            with hvd.trace_iterations() as trace:
+                train(model, optimizer, steps)
+            assert (len(trace.rows()), hvd.metrics()["steps_total"]) == (steps, steps)
+    finally:
+        hvd.shutdown()
+    files = ("t.rank0.csv", "t.world1.rank0.csv", "t.world2.rank0.csv")
+    assert [len(read_rows(str(tmp_path / file))) for file in files] == [2, 3, 1]
+
+
 def test_wrong_paths_are_refused_at_once(tmp_path: Path) -> None:
     def main(rank: int) -> None:
         with pytest.raises(ValueError, match=r"'t\.txt'"):

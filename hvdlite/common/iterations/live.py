@@ -57,6 +57,8 @@ def _own_runtime() -> Runtime:
 
 
 def _begin_by_setting(runtime: Runtime) -> None:
+    if runtime.trainers.exist:  # They were made before a shutdown, and are not announced again.
+        trace_by_setting()
     if runtime.config.live:
         counts_of(runtime).tell_launcher()
     if launcher_pipe() is not None:

@@ -184,7 +184,8 @@ def trace_by_setting() -> IterationTrace | None:
     Raises as `trace_iterations`.
     """
     runtime = current()
-    path, trainers = runtime.config.trace_iterations, runtime.trainers
+    trainers = runtime.trainers
+    path = trainers.path_by_setting(runtime.config)
     if path and trainers.by_setting is None:
         trainers.by_setting = IterationTrace(runtime, path)
     trace = trainers.by_setting

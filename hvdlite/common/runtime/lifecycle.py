@@ -114,6 +114,8 @@ def _begin(connected: Connected, comm: Any, sets: Sequence[ProcessSet], config: 
     this_process.runtime = runtime = Runtime(
         transport, config, mpi_group, sets=kept_sets, lasting=lasting
     )
+    if lasting is None and this_process.earlier is not None:
+        runtime.trainers.take_over(this_process.earlier)
     try:
         this_process.comm = comm
         if mpi_group is not None:
@@ -265,6 +267,7 @@ def _depart(reason: str = "") -> None:
     finally:
         global_process_set.ranks = global_process_set.mpi_comm = this_process.comm = None
         this_process.shut_down.append(runtime)
+        this_process.earlier = runtime.trainers.left()
         result_memory.keep(0)
         _forget_finished()
 

@@ -34,6 +34,8 @@ class ProcessState(Generic[R, W]):
         self.thread: _OfThread[R] = _OfThread()
         # Runtimes that were shut down, whose engines other ranks may still need.
         self.shut_down: list[R] = []
+        # What the trainers of the last runtime leave to that of another init; None before one.
+        self.earlier: Any = None
         # In a forked child of a rank: the number of that rank.
         self.forked_from: int | None = None
         # Why this process is no rank and cannot be one; empty: it may be.

@@ -34,6 +34,13 @@ class TraceLike(Protocol):
         """Record nothing any more; idempotent."""
 
 
+class Earlier(NamedTuple):
+    """What goes on where a process calls `init` again after a shutdown; it keeps nothing alive."""
+
+    trainers: WeakSet[Any]
+    traces: int  # How many of its runtimes have begun the trace of the settings.
+
+
 class Trainers:
     """The trainers of one rank, such as optimizers, and the traces that follow each of them."""
 
@@ -51,6 +58,30 @@ class Trainers:
         self._lock = threading.RLock()
         self._trainers: WeakSet[Any] = WeakSet()
         self._traces: list[TraceLike] = []
+        self._earlier_traces = 0
+
+    def take_over(self, earlier: Earlier) -> None:
+        """Register the trainers that this process has announced before a shutdown."""
+        self._trainers.update(earlier.trainers)
+        self._earlier_traces = earlier.traces
+
+    def left(self) -> Earlier:
+        """Return what the next runtime of this process takes over."""
+        begun = self.by_setting is not None
+        return Earlier(self._trainers, self._earlier_traces + begun)
+
+    def path_by_setting(self, config: Config) -> str:
+        """Return the file of the trace that the settings ask for; "" without one.
+
+        The rows of before a shutdown are not overwritten.
+        """
+        path, before = config.trace_iterations, self._earlier_traces
+        return path_of_world(path, before) if path and before else path
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is a trainer."""
+        return len(self._trainers) > 0
 
     def announce(self, trainer: Any) -> None:
         """Register a trainer, and let all traces follow it."""
