@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,7 +132,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     hosts = given or _hosts_of(allocation, args.num_proc)
     notes = list(args.notes)
     _join_interfaces(args)
-    variables = _variables(args, notes)
+    variables = _variables(args, environ, notes)
     live = live_options(args)
     if live.counts:
         variables["HVDLITE_LIVE"] = "1"
@@ -245,8 +245,10 @@ def _default_num_proc(
     return min(number, args.max_np or number)
 
 
-def _variables(args: argparse.Namespace, notes: list[str]) -> dict[str, str]:
-    """Return the variables that the config file and, winning over it, the flags set."""
+def _variables(
+    args: argparse.Namespace, environ: Mapping[str, str], notes: list[str]
+) -> dict[str, str]:
+    """Return the variables by which flags win over the config file, and it over `environ`."""
     given = {}
     for entry in settings():
         text = getattr(args, entry.name, None)
@@ -255,8 +257,20 @@ def _variables(args: argparse.Namespace, notes: list[str]) -> dict[str, str]:
     _refuse_contradictions(given)
     path = args.config_file
     values = read_config_file(path, notes) if path is not None else {}
-    values.update(given)
+    values |= _winning(given, values)
+    set_before = [each.name for each in settings() if any(map(environ.get, each.variables))]
+    values = _winning(values, set_before)
     return {entry.variable: values[entry.name] for entry in settings() if entry.name in values}
+
+
+def _winning(given: Mapping[str, str], others: Collection[str]) -> dict[str, str]:
+    """Return what is `given`, and what makes it win over `others` that say the opposite."""
+    more = {}
+    if given.get("hierarchical_allreduce") == "1":
+        more = dict.fromkeys(("allreduce", "device_allreduce"), "hierarchical")
+    if not given.keys().isdisjoint(("stall_warning_seconds", "stall_shutdown_seconds")):
+        more["stall_check_disable"] = "0"
+    return {name: text for name, text in more.items() if name in others} | dict(given)
 
 
 def _refuse_contradictions(given: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.settings.config import settings
+from hvdlite.common.settings.config import Config, settings
 from hvdlite.launcher.command_line.flags import IGNORED, RENAMED, make_parser, parse_args
 from hvdlite.launcher.command_line.options import LaunchOptions, resolve
 from hvdlite.launcher.hosts.resources import cores
@@ -168,6 +168,46 @@ def test_no_command_is_an_error() -> None:
 )
 def test_contradictions_name_the_flag(words: list[str], named: str) -> None:
     assert named in error(*words)
+
+
+RING = {"HVDLITE_ALLREDUCE": "ring", "HVDLITE_DEVICE_ALLREDUCE": "flat"}
+HIERARCHICAL = {"allreduce": "hierarchical", "device_allreduce": "hierarchical"}
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "variables", "wins"),
+    [
+        (["--hierarchical-allreduce"], "params: {allreduce: ring}", {}, HIERARCHICAL),
+        (["--hierarchical-allreduce"], "", RING, HIERARCHICAL),
+        ([], "params: {hierarchical_allreduce: true}", RING, HIERARCHICAL),
+        (["--no-hierarchical-allreduce"], "params: {hierarchical_allreduce: true}", RING,
+         {"allreduce": "ring", "device_allreduce": "flat"}),
+        (["--allreduce", "ring"], "params: {hierarchical_allreduce: true}", {},
+         {"allreduce": "ring", "device_allreduce": "hierarchical"}),
+        ([], "params: {hierarchical_allreduce: true, allreduce: ring}", {}, {"allreduce": "ring"}),
+        (["--stall-check-shutdown-time-seconds", "5"], "stall_check: {enabled: false}", {},
+         {"stall_check_disable": False, "stall_shutdown_seconds": 5}),
+        (["--stall-check-warning-time-seconds", "5"], "", {"HOROVOD_STALL_CHECK_DISABLE": "1"},
+         {"stall_check_disable": False, "stall_warning_seconds": 5}),
+        (["--no-stall-check"], "stall_check: {shutdown_time_seconds: 5}", {},
+         {"stall_check_disable": True}),
+        ([], "stall_check: {enabled: false, shutdown_time_seconds: 5}", {},
+         {"stall_check_disable": True}),
+    ],
+)  # fmt: skip
+def test_what_contradicts_a_flag_elsewhere_gives_way(
+    tmp_path: Path,
+    words: list[str],
+    file: str,
+    variables: dict[str, str],
+    wins: dict[str, object],
+) -> None:
+    """A flag wins over the config file, which wins over variables, also where names differ."""
+    path = tmp_path / "config.yaml"
+    path.write_text(file)
+    given = options("-np", "1", "--config-file", str(path), *words, environ=variables)
+    config = Config.from_environ({**variables, **given.variables})
+    assert {name: getattr(config, name) for name in wins} == wins
 
 
 def test_garbage_in_a_variable_is_found_before_a_start() -> None:
