@@ -58,6 +58,8 @@ class Following:
         self._unassigned: deque[SegmentRun] = deque(maxlen=MOST_UNASSIGNED)
         # The steps of optimizers with hooks, and their reductions, in a block that `settle` is in.
         self._in_block: tuple[list[IterationTimes], list[SegmentRun]] | None = None
+        # Set by `_end`: nothing is taken any more, such as a block of a loop that goes on.
+        self._ended = False
         # Called by `_end`: they remove this from trainers.
         self._detach: list[Callable[[], object]] = []
         # Set while the training thread is inside a block that is one iteration.
@@ -76,6 +78,7 @@ class Following:
         self._runtime.trainers.add(self, between_steps=between_steps)
 
     def _end(self) -> None:
+        self._ended = True
         self._runtime.trainers.remove(self)
         self._stop_observing()
         for detach in self._detach:
@@ -111,6 +114,8 @@ class Following:
 
     def follow(self, trainer: Trainer) -> None:
         """Trace the iterations of `trainer` from now on, without keeping it alive."""
+        if self._ended:  # Since a trainer was asked to let it follow after its next step.
+            return
         names = WeakMethod(trainer.gradient_names)
         steps = StepMarks(
             lambda: ask() if (ask := names()) else None, self._on_step, coarse=self._coarse
@@ -126,14 +131,10 @@ class Following:
         The engine's thread calls this before it completes the handles, so that a reduction is here
         before its iteration can end.
         """
-        self._seen.append(run)
-        if len(self._seen) >= MOST_UNSETTLED:
-            self._settle_if_free()
+        self._see(run)
 
     def _on_step(self, ended: EndedStep) -> bool:
-        self._seen.append(ended)
-        if len(self._seen) >= MOST_UNSETTLED:
-            self._settle_if_free()
+        self._see(ended)
         accepted = ended.times.fp_start is not None
         if accepted:
             self._tell_end()
@@ -143,10 +144,10 @@ class Following:
         if self._block is not None:
             raise RuntimeError("trace.iteration() inside a block that is an iteration already")
         self._block = block
-        self._seen.append(Occurrence(self._block_began, block))
+        self._see(Occurrence(self._block_began, block))
 
     def _exit(self, block: IterationMarks) -> None:
-        self._seen.append(Occurrence(self._block_ended, block))
+        self._see(Occurrence(self._block_ended, block))
         self._block = None
         if block.end is not None:
             self._tell_end()
@@ -157,6 +158,13 @@ class Following:
             on_end()
 
     # -- later
+
+    def _see(self, each: SegmentRun | EndedStep | Occurrence) -> None:
+        if self._ended:
+            return
+        self._seen.append(each)
+        if len(self._seen) >= MOST_UNSETTLED:
+            self._settle_if_free()
 
     def _settle_if_free(self) -> None:
         if self._settling.acquire(blocking=False):

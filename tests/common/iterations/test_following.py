@@ -9,6 +9,7 @@ from hvdlite.common.iterations.following import MOST_UNSETTLED, Following
 from hvdlite.common.iterations.live import counts_of
 from hvdlite.common.iterations.marks import IterationMarks, StepMarks
 from hvdlite.common.iterations.rows import IterationTimes
+from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
@@ -140,5 +141,28 @@ def test_what_nobody_asks_for_does_not_pile_up() -> None:
             counts._on_run(run_of("a", 1.0, 2.0))
         assert len(counts._seen) == 5
         assert counts.values()["collective_calls_total.allreduce"] == MOST_UNSETTLED + 5
+        for _ in range(MOST_UNSETTLED):
+            with counts.iteration():
+                pass
+        assert len(counts._seen) < MOST_UNSETTLED
+        assert counts.steps == MOST_UNSETTLED
+
+    run_ranks(1, main)
+
+
+def test_a_loop_that_goes_on_after_the_end_leaves_nothing() -> None:
+    def main(rank: int) -> None:
+        trace, trainer = trace_iterations(), Trainer("a")
+        with trace.iteration():
+            pass
+        with trace.iteration():
+            trace.stop()
+        before = trace.rows()
+        for _ in range(3):
+            with trace.iteration():
+                pass
+        trace.follow(trainer)
+        assert len(before) == 1 and trace.rows() == before
+        assert not trace._seen and not hasattr(trainer, "steps")
 
     run_ranks(1, main)
