@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -139,7 +140,8 @@ class IterationHooks:
     """The hooks that mark the iterations of an optimizer in a trace, until `remove`.
 
     forward     hooks of the outermost modules that have parameters of the optimizer; a hook that
-                all modules share finds these modules in the first iterations
+                all modules share finds these modules in the first iterations, and again when a
+                step had none of them
     backward    a hook of each gradient, or the exchange that has one; the first gradient of a pass
                 asks torch's autograd engine to call back when the pass has ended
     step        the step hooks of the optimizer
@@ -154,12 +156,16 @@ class IterationHooks:
         self._optimizer = weakref.ref(optimizer)
         self._steps = steps
         self._ends_later = ends_later
-        self._unseen_steps = 0  # steps without a forward pass
+        self._unseen_steps = 0  # steps without a forward pass, since modules were found
         self._in_backward = False
         # The hook that all modules share. None while a module that it found is running, and when
         # the search has ended.
         self._search: Any = None
         self._searching = True
+        # The modules that it found, of which some have a hook for their output.
+        self._found: WeakSet[torch.nn.Module] = WeakSet()
+        self._with_output_hook: WeakSet[torch.nn.Module] = WeakSet()
+        self._found_more = False  # since the search began
         # Discards the marks of this iteration, since its gradients are set to zero.
         self.start_over = steps.start_over
         self._handles: list[Any] = [optimizer.register_step_post_hook(self._on_step_end)]
@@ -214,9 +220,14 @@ class IterationHooks:
         if optimized.isdisjoint(map(id, module.parameters())):
             return
         self._pause_search()  # Modules that are called inside of this one are not outermost.
-        self._handles.append(module.register_forward_pre_hook(_ModuleHook(self._on_forward)))
-        self._output_hooks.append(module.register_forward_hook(_ModuleHook(self._on_output)))
-        self._on_forward(module, args)
+        if module not in self._with_output_hook:
+            self._with_output_hook.add(module)
+            self._output_hooks.append(module.register_forward_hook(_ModuleHook(self._on_output)))
+        if module not in self._found:
+            self._found.add(module)
+            self._found_more = True
+            self._handles.append(module.register_forward_pre_hook(_ModuleHook(self._on_forward)))
+            self._on_forward(module, args)
 
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
         # A backward pass that raised an error has not called `_on_backward_end`.
@@ -258,23 +269,32 @@ class IterationHooks:
     def on_iteration_end(self) -> None:
         """Mark the end of an iteration: the optimizer has made its step."""
         self._in_backward = False
-        computed = self._steps.bp_end is not None
+        computed, began = self._steps.bp_end is not None, self._steps.fp_start is not None
         accepted = self._steps.ended()
-        if self._searching and computed:
+        if not computed or not self._handles:  # Without them it was removed meanwhile.
+            return
+        if not accepted:
             # One step without forward is no reason to warn: it may have begun before the trace.
-            self._unseen_steps += not accepted
-            self._searching = not accepted and self._unseen_steps < UNSEEN_STEPS
-            if not self._searching:
+            self._unseen_steps += 1
+            if self._unseen_steps < UNSEEN_STEPS:
+                self._searching = True  # Maybe again: steps may run another module by now.
+                self._resume_search()
+            elif self._searching:
                 self._end_search()
-                if not accepted:
-                    _warn_unseen()
+                _warn_unseen()
+        elif self._searching and (self._found_more or not self._unseen_steps or not began):
+            # Otherwise a module that was found before has run, and not the one that is wanted.
+            self._unseen_steps = 0
+            self._end_search()
 
     def _end_search(self) -> None:
+        self._searching = self._found_more = False
         self._pause_search()
         if self._steps.coarse:
             for handle in self._output_hooks:
                 handle.remove()
             self._output_hooks.clear()
+            self._with_output_hook.clear()
 
 
 def _warn_unseen() -> None:

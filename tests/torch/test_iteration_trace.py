@@ -348,6 +348,43 @@ def test_models_are_found(kind: str) -> None:
     run_ranks(1, main)
 
 
+@pytest.mark.parametrize("steps", ["aaabbb", "ababab", "bbaabb"])
+def test_steps_that_run_another_module_are_seen(steps: str) -> None:
+    """All but the first of them, in which it is found missing; the counts see what a trace does."""
+
+    def main(rank: int) -> None:
+        models = {"a": net(), "b": net()}
+        optimizer = distributed(*models.values())
+        hvd.metrics()
+        model = models[steps[0]]
+        with hvd.trace_iterations() as trace, no_warnings():
+            for step in steps:
+                train(models[step], optimizer)
+            rows, values = trace.rows(), hvd.metrics()
+            hooks = sum(hooks_of(model, optimizer)[3:])
+            train(model, optimizer)
+            assert sum(hooks_of(model, optimizer)[3:]) == hooks, "it is found once"
+        assert len(rows) == values["steps_total"] == len(steps) - 1
+        assert values["samples_total"] == 5 * len(rows)
+        assert not torch_module._global_forward_pre_hooks
+
+    run_ranks(1, main)
+
+
+def test_samples_of_all_passes_are_counted_once() -> None:
+    def main(rank: int) -> None:
+        model = net()
+        optimizer = distributed(model, backward_passes_per_step=2)
+        hvd.metrics()
+        for step in range(3):
+            for _ in range(2):
+                loss_of(model).backward()
+            optimizer.step()
+            assert hvd.metrics()["samples_total"] == (step + 1) * 2 * 5
+
+    run_ranks(1, main)
+
+
 def test_two_optimizers_have_rows_of_their_own() -> None:
     models = [[net(), net()] for _ in range(2)]
 
