@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.settings.config import closest, settings
-from hvdlite.common.settings.setting import Setting, boolean
+from hvdlite.common.settings.setting import Setting, boolean, name_or_off
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
 IGNORED_KEYS = {
@@ -68,8 +68,14 @@ def _flatten(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _variable_text(entry: Setting, value: Any, source: str) -> str:
     switch = entry.parse is boolean
+    if value is False and entry.parse is name_or_off:
+        value = "off"
     if isinstance(value, bool) != switch:
-        wanted = "must be true or false" if switch else "cannot be true or false"
+        wanted = (
+            "must be true or false"
+            if switch
+            else "cannot be true or false: put quotes around yes, no, on or off where it is a name"
+        )
         raise ConfigError(f"{source}={value!r}: {wanted}")
     if switch:
         return str(int(value != entry.yaml_inverted))

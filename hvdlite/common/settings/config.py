@@ -23,6 +23,7 @@ from hvdlite.common.settings.setting import (
     choice,
     core_list,
     name_list,
+    name_or_off,
     number,
     port_range,
     segmentation,
@@ -315,7 +316,7 @@ class Config(JobSettings):
         flag="--thread-affinity", yaml="library_options.thread_affinity",
     )  # fmt: skip
     devices: str = setting(
-        "auto", "DEVICES", str,
+        "auto", "DEVICES", name_or_off,
         "Which library runs collectives in the memory of accelerators: auto (the vendor's, where "
         "all ranks have it), off (all tensors go through host memory), or the name of one (see "
         "devices.md).",

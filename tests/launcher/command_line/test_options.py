@@ -312,6 +312,16 @@ def test_a_bad_config_file_names_the_key(tmp_path: Path, text: str, named: str) 
     assert str(path) in message
 
 
+def test_off_in_the_config_file_is_a_word_where_it_is_a_value(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for word, quoted in (("off", "off"), ("off", "'off'"), ("nccl", "nccl")):
+        path.write_text(f"params: {{devices: {quoted}}}\n")
+        given = options("-np", "1", "--config-file", str(path)).variables
+        assert given == {"HVDLITE_DEVICES": word}
+    path.write_text("params: {devices: on}\n")
+    assert "put quotes" in error("--config-file", str(path))
+
+
 def test_keys_of_the_config_file_without_a_meaning_warn(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("controller: gloo\nlibrary_options: {num_nccl_streams: 2}\n"
