@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import re
 
-HEADER = "Traceback (most recent call last):"
+# But of what is inside of an exception group, whose lines all have a margin.
+HEADER = re.compile(r"^(?! *\|)(.*)Traceback \(most recent call last\):", re.MULTILINE)
+GROUP, MARGIN = "  + Exception Group ", "  | "
 LONGEST_TEXT = 300
 # The line after the frames: the type with its module, and the text where there is one.
-EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(: .*)?$")
+EXCEPTION = re.compile(r"^(?:[^\W\d]\w*\.|<locals>\.)*([^\W\d]\w*)(: .*)?$")
 # These have no header where the script itself cannot be read.
 SYNTAX = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .*$", re.MULTILINE)
 
@@ -16,9 +18,11 @@ SYNTAX = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .*$", re.MULTILINE)
 def last_exception(printed: bytes) -> str:
     """Return the last exception as ``Type: text``, on one line; empty where there is none."""
     text = printed.decode(errors="replace").replace("\r\n", "\n")
-    _, header, after = text.rpartition(HEADER)
-    if header:
-        for line in after.splitlines()[1:]:
+    headers = [*HEADER.finditer(text)]
+    if headers:
+        margin = MARGIN if headers[-1][1] == GROUP else ""
+        for each in text[headers[-1].end() :].splitlines()[1:]:
+            line = each.removeprefix(margin)
             if line[:1].isspace() or not line:
                 continue
             match = EXCEPTION.match(line)

@@ -150,6 +150,25 @@ def test_a_rank_that_is_debugged_prints_as_it_is(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().out == "(Pdb) [0]<stdout>:x\n"
 
 
+GROUP = b"""\
+  + Exception Group Traceback (most recent call last):
+  |   File "a.py", line 9, in <module>
+  |     raise ExceptionGroup("two", errors)
+  | ExceptionGroup: two (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "a.py", line 3, in <module>
+    | ValueError: a
+    +---------------- 2 ----------------
+    | Exception Group Traceback (most recent call last):
+    |   File "a.py", line 5, in <module>
+    | ExceptionGroup: inner (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | KeyError: 'b'
+      +------------------------------------
+"""
+
+
 @pytest.mark.parametrize(
     ("printed", "exception"),
     [
@@ -166,6 +185,12 @@ def test_a_rank_that_is_debugged_prints_as_it_is(capfd: pytest.CaptureFixture[st
          "SyntaxError: invalid syntax"),
         (b"Traceback (most recent call last):\n  File x\nE: \xff\n", "E: \ufffd"),
         (b"Traceback (most recent call last):\n  File x, line", ""),
+        (b"Traceback (most recent call last):\n  File x\nf.<locals>.Bad: one\n", "Bad: one"),
+        ("Traceback (most recent call last):\n  File x\n\u00c4rger: 1\n".encode(), "\u00c4rger: 1"),
+        (GROUP, "ExceptionGroup: two (2 sub-exceptions)"),
+        (GROUP + b"Traceback (most recent call last):\n  File x\nE: 1\n", "E: 1"),
+        (b"Traceback (most recent call last):\n  File x\nE: 1\n" + GROUP,
+         "ExceptionGroup: two (2 sub-exceptions)"),
     ],
 )  # fmt: skip
 def test_the_exception_at_the_end_of_a_traceback(printed: bytes, exception: str) -> None:
