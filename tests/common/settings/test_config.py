@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.settings import logs
 from hvdlite.common.settings.config import Config, settings
 from hvdlite.common.settings.setting import MIB, Setting, name_list, name_or_off
 
@@ -169,3 +174,44 @@ def test_what_was_given_is_known() -> None:
 def test_noise_is_a_share() -> None:
     with pytest.raises(ConfigError, match="at least 0 and at most 1"):
         Config.from_environ({"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "1.5"})
+
+
+@pytest.fixture
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """hvdlite's logger, as before the first init."""
+    log = logging.getLogger("hvdlite")
+    before = log.level, log.propagate, log.handlers
+    monkeypatch.setattr("hvdlite.common.settings.logs._Form.level", logging.NOTSET)
+    log.handlers = []
+    log.setLevel(logging.NOTSET)
+    yield log
+    log.propagate, log.handlers = before[1:]
+    log.setLevel(before[0])
+
+
+def set_up_log(**variables: str) -> None:
+    logs.set_up_log(Config.from_environ({f"HVDLITE_{k}": text for k, text in variables.items()}))
+
+
+def test_the_log_leaves_what_the_script_has_set(fresh_log: logging.Logger) -> None:
+    lines, plain = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(logging.Formatter("JSON %(message)s"))
+    fresh_log.handlers = [handler, logging.StreamHandler(plain)]
+    fresh_log.setLevel(logging.DEBUG)
+    set_up_log(LOG_HIDE_TIME="1")
+    fresh_log.debug("x")
+    assert (lines.getvalue(), plain.getvalue()) == ("JSON x\n", "hvdlite DEBUG: x\n")
+    set_up_log(LOG_LEVEL="error")
+    assert fresh_log.level == logging.ERROR
+
+
+def test_the_log_follows_the_settings_of_each_init(
+    fresh_log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for level, hides, said in (("debug", "1", True), ("", "1", False), ("info", "0", True)):
+        set_up_log(LOG_LEVEL=level, LOG_HIDE_TIME=hides)
+        fresh_log.info("x")
+        line = capsys.readouterr().err
+        assert bool(line) == said
+        assert not line or (line == "hvdlite INFO: x\n") == (hides == "1")
