@@ -105,7 +105,8 @@ def _files(path: str) -> list[str]:
         pure = pure.with_name(of_rank[1] + of_rank[3])
     elif pure.is_file():
         return [path]
-    near = glob(str(pure.with_name(f"{escape(pure.stem)}.rank*{escape(pure.suffix)}")))
+    folder = Path(escape(str(pure.parent)))
+    near = glob(str(folder / f"{escape(pure.stem)}.rank*{escape(pure.suffix)}"))
     matches = ((_OF_RANK.fullmatch(Path(file).name), file) for file in near)
     by_rank = sorted(
         (int(match[2]), file) for match, file in matches if match and match[1] == pure.stem

@@ -77,6 +77,19 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "hvdlite-run -np 3 --segmentation size:80,20 python train.py" in output
 
 
+def test_names_with_wildcards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are none of a pattern: here brackets in the folder and in the file."""
+    (tmp_path / "run[1]").mkdir()
+    rows = len(read_trace(write(tmp_path / "run[1]")).rows)
+    assert rows == 15
+    (tmp_path / "run[1]").rename(tmp_path / "run*")
+    for rank in range(3):
+        (tmp_path / "run*" / f"t.rank{rank}.csv").rename(tmp_path / "run*" / f"[t].rank{rank}.csv")
+    assert len(read_trace(str(tmp_path / "run*" / "[t].csv")).rows) == rows
+    monkeypatch.chdir(tmp_path / "run*")
+    assert len(read_trace("[t].rank1.csv").rows) == rows
+
+
 def test_a_file_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path)
     assert main(["report", str(tmp_path / "t.rank2.csv")]) == 0
