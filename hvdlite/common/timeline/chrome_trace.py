@@ -217,9 +217,12 @@ class TraceWriter:
         end: int,
     ) -> None:
         """See `Timeline.device_span`. It is over already, so that one event says all."""
+        if end <= self._start_ns:  # It was over before the file began.
+            return
+        start = max(start, self._start_ns)
         track = self._track(f"[device {kind}]")
         args = {"tensors": count, "names": list(names)}
-        begin = max((start - self._start_ns) // 1000, 0)
+        begin = (start - self._start_ns) // 1000
         self._events.append(
             f'{{"ph": "X", "name": "{collective.upper()}", "ts": {begin}, "pid": {track.pid}, '
             f'"dur": {max((end - start) // 1000, 1)}, "args": {json.dumps(args)}}}'

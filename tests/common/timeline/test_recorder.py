@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,19 @@ def allreduce(timeline: Timeline, tensor: str) -> None:
     with timeline.activity([tensor], "SHM_ALLREDUCE"):
         pass
     timeline.end(tensor, "float32", (2, 3))
+
+
+def test_what_a_device_has_run_before_the_file_began_is_left_out(path: Path) -> None:
+    timeline = Timeline.open(str(path), rank=0)
+    began = time.monotonic()
+    timeline.device_span("cuda", "allreduce", ["before"], began - 5, began - 4)
+    timeline.device_span("cuda", "allreduce", ["amid"], began - 5, began + 0.5)
+    timeline.device_span("cuda", "allreduce", ["after"], began + 0.5, began + 2.5)
+    timeline.close()
+    amid, after = track(load(path), "[device cuda]")
+    assert (amid["args"]["names"], amid["ts"]) == (["amid"], 0)
+    assert abs(amid["ts"] + amid["dur"] - after["ts"]) <= 2
+    assert after["args"]["names"] == ["after"] and abs(after["dur"] - 2_000_000) <= 2
 
 
 def test_a_tensor_goes_through_horovods_states(timeline: Timeline, path: Path) -> None:
