@@ -92,8 +92,8 @@ VARIABLES = (
 def visible_devices(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """Return the variables that leave to a rank its own devices; none without the setting.
 
-    Those that a variable lists already are divided, others are counted from 0. Raises `ConfigError`
-    where too few are listed.
+    Those that a variable lists already are divided, others are counted from 0. An empty variable
+    lists none, as it does for the libraries. Raises `ConfigError` where too few are listed.
     """
     count = int(environ.get(SETTING) or 0)
     if count <= 0:
@@ -101,8 +101,11 @@ def visible_devices(environ: Mapping[str, str], local_rank: int) -> dict[str, st
     first = local_rank * count
     chosen = {}
     for name in VARIABLES:
-        listed = [each.strip() for each in environ.get(name, "").split(",") if each.strip()]
-        if listed and len(listed) < first + count:
+        if name not in environ:
+            chosen[name] = ",".join(map(str, range(first, first + count)))
+            continue
+        listed = [each.strip() for each in environ[name].split(",") if each.strip()]
+        if len(listed) < first + count:
             last = first + count - 1
             needed = f"devices {first} to {last}" if count > 1 else f"device {first}"
             raise ConfigError(
@@ -110,8 +113,7 @@ def visible_devices(environ: Mapping[str, str], local_rank: int) -> dict[str, st
                 f"of this host, and {name}={environ[name]} lists "
                 f"{len(listed)}: start fewer ranks on the host, or list more devices"
             )
-        mine = listed[first : first + count] or map(str, range(first, first + count))
-        chosen[name] = ",".join(mine)
+        chosen[name] = ",".join(listed[first : first + count])
     return chosen
 
 
@@ -120,11 +122,12 @@ SHELL = f"""\
 if [ "${{{SETTING}:-0}}" -gt 0 ] && [ "$local_rank" ]; then
     first=$((local_rank * {SETTING}))
     for name in {" ".join(VARIABLES)}; do
-        eval "listed=\\$$name"
-        mine= index=0
+        eval "given=\\${{$name+yes}} listed=\\$$name"
+        listed=$(printf '%s' "$listed" | tr -d '[:space:]' | tr -s ,)
+        listed=${{listed#,}} mine= index=0
         while [ "$index" -lt "${SETTING}" ]; do
             device=$((first + index))
-            if [ "$listed" ]; then
+            if [ "$given" ]; then
                 device=$(printf '%s,' "$listed" | cut -d, -f $((device + 1)))
                 if [ -z "$device" ]; then
                     echo "--gpus-per-rank ${SETTING}: $name=$listed lists too few devices for" \\

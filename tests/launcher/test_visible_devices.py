@@ -16,6 +16,8 @@ CASES = [
     ({SETTING: "2"}, 1, "2,3"),
     ({SETTING: "1", CUDA: "4,6"}, 1, "6"),
     ({SETTING: "2", CUDA: "GPU-a,GPU-b,GPU-c,GPU-d"}, 1, "GPU-c,GPU-d"),
+    ({SETTING: "1", CUDA: ",4, 6 ,,7,"}, 1, "6"),
+    ({SETTING: "1", CUDA: ",4, 6 ,,7,"}, 2, "7"),
 ]
 
 
@@ -43,9 +45,11 @@ def test_without_the_setting_nothing_changes() -> None:
     assert f"{CUDA}=3" in by_shell({CUDA: "3"}, 1).stdout
 
 
-def test_too_few_devices_are_an_error() -> None:
-    environ = {SETTING: "2", CUDA: "0,1,2"}
-    with pytest.raises(ConfigError, match=r"local rank 1 needs devices 2 to 3.* lists 3"):
+@pytest.mark.parametrize(("listed", "number"), [("0,1,2", 3), ("", 0), (" , ", 0), ("0,1,,2", 3)])
+def test_too_few_devices_are_an_error(listed: str, number: int) -> None:
+    """Also where a variable is there and empty: for the libraries it lists none."""
+    environ = {SETTING: "2", CUDA: listed}
+    with pytest.raises(ConfigError, match=rf"local rank 1 needs devices 2 to 3.* lists {number}"):
         visible_devices(environ, 1)
     done = by_shell(environ, 1)
     assert done.returncode == 1
