@@ -76,9 +76,8 @@ class AsyncDataLoaderMixin(_Mixed):
             )
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
-        self._workers: _Workers = {}
-        # At exit, too: a thread that is cut off amid compiled code can take the process down.
-        weakref.finalize(self, _end_all, self._workers, _PATIENCE)
+        self._workers = _Workers()
+        self._own_workers()
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
@@ -92,10 +91,18 @@ class AsyncDataLoaderMixin(_Mixed):
         A thread ends as soon as the batch that it is loading is complete; loops over this loader
         end without an error. A later iteration begins anew.
         """
-        _end_all(self._workers)
+        _end_all(self._own_workers())
+
+    def _own_workers(self) -> _Workers:
+        if self._workers.loader() is not self:  # They are nobody's, or of a copied loader.
+            self._workers = _Workers()
+            self._workers.loader = weakref.ref(self)
+            # At exit, too: a thread that is cut off amid compiled code can take the process down.
+            weakref.finalize(self, _end_all, self._workers, _PATIENCE)
+        return self._workers
 
     def _ahead(self) -> Iterator[Any]:
-        worker = _Worker(self._iterate, self.async_loader_queue_size, self._workers)
+        worker = _Worker(self._iterate, self.async_loader_queue_size, self._own_workers())
         try:
             worker.thread.start()
             for number, batch in enumerate(worker):
@@ -186,7 +193,15 @@ class _Worker:
 
 
 _Source = Callable[[], Iterable[Any]]
-_Workers = dict[Thread, "weakref.ref[_Worker]"]
+
+
+class _Workers(dict[Thread, "weakref.ref[_Worker]"]):
+    """The threads of one loader; with a loader that is copied or pickled, none go along."""
+
+    loader: Callable[[], AsyncDataLoaderMixin | None] = staticmethod(lambda: None)
+
+    def __reduce__(self) -> Any:
+        return _Workers, ()
 
 
 def _end_all(workers: _Workers, patience: float | None = None) -> None:

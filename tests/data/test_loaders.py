@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
@@ -314,6 +316,41 @@ def test_a_source_may_close_its_loader() -> None:
 
     loader = GivenAhead(source=source)
     assert [*loader.__iter__()] == []
+
+
+class Counted(BaseDataLoader):
+    """Can be copied."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def _iterate(self) -> Iterator[int]:
+        yield from range(3)
+
+
+class CountedAhead(AsyncDataLoaderMixin, Counted):
+    """Loads ahead."""
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
+@pytest.mark.parametrize("began", [0, 1])
+def test_a_loader_can_be_copied_at_any_time(copied: Callable[[Any], Any], began: int) -> None:
+    """And a copy has threads of its own, which end with it and not with the first loader."""
+    loader = CountedAhead(1)
+    assert list(loader) == [0, 1, 2]
+    loop = iter(loader)
+    assert [next(loop) for _ in range(began)] == list(range(began))
+    other = copied(loader)
+    of_other = iter(other)
+    assert next(of_other) == 0
+    loader.close_async_loader()
+    assert list(of_other) == [1, 2]
+    left = iter(other)
+    next(left)
+    other.close_async_loader()
+    assert not [each for each in threading.enumerate() if each.name == "hvdlite-data-loader"]
 
 
 def test_debug_says_how_many_are_ready(capsys: pytest.CaptureFixture[str]) -> None:
