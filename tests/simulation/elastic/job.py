@@ -41,7 +41,7 @@ LIMIT_SECONDS = 2000.0  # Of virtual time: a job that has not ended by then neve
 # By so much the launcher's clock is ahead at most: less than agents have to end.
 MOST_AHEAD_SECONDS = 3.5
 LOOK_SECONDS = 0.1  # Between two looks of the launcher at what is silent.
-HANG_SECONDS = 1.5  # After which an agent tells of a worker that does not answer.
+HANG_SECONDS = 1.7  # Of silence, of which an agent tells: more than a beat and a long pause.
 KILLED = -9
 LEFT_SECONDS = 20.0  # After the end of the job, in which agents end.
 

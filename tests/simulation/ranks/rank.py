@@ -153,6 +153,9 @@ class Rank(Script):
             ended |= {rank.rank for rank in self._job.ranks if not rank.lives}
         if error.job_goes_on and any(f"rank {r} " in str(error) for r in sorted(ended)):
             return
+        # All are dead who would have told it of the first loss.
+        if error.rank in ended and self._job.network.neighbours(self.rank) <= killed:
+            return
         text = f"{self.name} fails; {sorted(killed)} were killed, {sorted(quitters)} have quit"
         text += f", connections of {sorted(cuts)} were cut"
         raise BrokenError(BLAME, f"{text}: {error}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 from hvdlite.common.base.topology import Topology
@@ -66,6 +66,10 @@ class Network:
         self._gone: dict[int, tuple[float, float]] = {}
         self._trees = [Tree(topology, rank, fan_out) for rank in range(topology.size)]
         self.ends = [SimulatedTransport(world, self, rank) for rank in range(topology.size)]
+
+    def neighbours(self, rank: int) -> Set[int]:
+        """Return the ranks with which a rank exchanges control messages."""
+        return self._trees[rank].neighbours
 
     def carry(self, source: int, target: int, kind: str, count: int, action: Action) -> None:
         """Let `action` happen at `target` when so many bytes, and all sent before, have arrived."""
