@@ -67,8 +67,8 @@ class Reducer(reducer.Reducer):
         array = jnp.asarray(gradient)
         return segmentation.Gradient(name, array.nbytes, array.dtype.name, source)
 
-    def divide(self, gradient: Any, divisor: int) -> Any:
-        return gradient / divisor
+    def divide_by_size(self, gradient: Any) -> Any:
+        return gradient / self.reduction.process_set.size()
 
 
 def _send(

@@ -148,8 +148,8 @@ class Reducer(reducer.Reducer):
         path = self.sources.path_of(source)
         return Gradient(name, size_bytes, DTYPE_NAMES[gradient.dtype], path)
 
-    def divide(self, gradient: torch.Tensor, divisor: int) -> torch.Tensor:
-        return gradient / divisor
+    def divide_by_size(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / self.reduction.process_set.size()
 
 
 def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]) -> None:

@@ -44,7 +44,7 @@ def check_slices(slices: tf.IndexedSlices, options: CallOptions) -> None:
 
 
 def averaged(values: tf.Tensor, options: CallOptions) -> tf.Tensor:
-    """Return the gathered values, divided by the number of ranks where the reduction is Average.
+    """Return the values, divided by the number of ranks where the reduction is Average.
 
     The number is that of the world in which a graph is run. Integers become floating-point numbers,
     as in Horovod and by TensorFlow's division: float32 up to 16 bits, float64 beyond.

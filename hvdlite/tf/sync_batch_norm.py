@@ -89,7 +89,8 @@ def _gather(local: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
         summed = CallOptions(process_set, ReduceOp.SUM)
         name = f"{_NAME}.gradient"
         (total,) = _VERBS.allreduce(gradients, name, NoneCompressor, summed)
-        return [_RUNNER.own_rows(total, rows[0], process_set.rank() or 0)]
+        position = _RUNNER.ask(lambda: process_set.rank() or 0)
+        return [_RUNNER.own_rows(total, rows[0], position)]
 
     return _RUNNER.record([local], forward, adjoint)[0]
 

@@ -19,19 +19,19 @@ from hvdlite.tf.errors import WithoutOwnFrames, public
 @public
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return the number of this rank, as an int32 scalar."""
-    return _answer(rank, name or "HorovodRank")
+    return answer(rank, name or "HorovodRank")
 
 
 @public
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Return the number of this rank on its host, as an int32 scalar."""
-    return _answer(local_rank, name or "HorovodLocalRank")
+    return answer(local_rank, name or "HorovodLocalRank")
 
 
 @public
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Return the number of ranks on this host, as an int32 scalar."""
-    return _answer(local_size, name or "HorovodLocalSize")
+    return answer(local_size, name or "HorovodLocalSize")
 
 
 @public
@@ -41,12 +41,12 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     Raises `tf.errors.InvalidArgumentError`, when it is run, for a set that is not registered.
     """
     find = finder()
-    return _answer(lambda: len(_members(find(), process_set_id)), name or "HorovodSize")
+    return answer(lambda: len(_members(find(), process_set_id)), name or "HorovodSize")
 
 
 def size_of(process_set: ProcessSet) -> tf.Tensor:
     """Return the number of members that a process set has when a graph is run, as `size_op`."""
-    return _answer(process_set.size, "HorovodSize")
+    return answer(process_set.size, "HorovodSize")
 
 
 @public
@@ -60,7 +60,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     def included() -> int:
         return int(find().rank in _members(find(), process_set_id))
 
-    return _answer(included, name or "HorovodProcessSetIncluded")
+    return answer(included, name or "HorovodProcessSetIncluded")
 
 
 def _members(runtime: Runtime, process_set_id: int) -> tuple[int, ...]:
@@ -70,7 +70,8 @@ def _members(runtime: Runtime, process_set_id: int) -> tuple[int, ...]:
     return members
 
 
-def _answer(question: Callable[[], int], name: str) -> tf.Tensor:
+def answer(question: Callable[[], int], name: str) -> tf.Tensor:
+    """Return what the question answers, in a graph whenever it is run, as an int32 scalar."""
     find = finder()
 
     def ask() -> Any:

@@ -11,6 +11,7 @@ import tensorflow as tf
 import hvdlite.tf as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime import worlds
+from hvdlite.tf.sync_batch_norm import moments
 from tests.elastic_job import ElasticJob, Worker
 from tests.ranks import run_ranks
 
@@ -132,6 +133,57 @@ def test_a_function_that_was_traced_goes_on_in_the_next_world() -> None:
         mean = sum(np.mean(np.arange(size) + 1) for size in history)
         np.testing.assert_allclose(weights, -0.1 * mean * np.ones(2))
     assert set(results[0][1]) == {2, 3}
+
+
+def test_traced_gradients_have_the_rank_and_the_size_of_the_next_world() -> None:
+    """They follow Horovod's law, and those of synchronized moments are those of one batch."""
+    job = ElasticJob(3)
+    whole = tf.constant([[1.0], [2.0], [4.0]])
+
+    def main(worker: Worker) -> Any:
+        ranks, local = tf.Variable([0.0]), tf.Variable(1.0)
+        batch = tf.Variable([[0.0]])
+        traces = []
+
+        @tf.function
+        def gradients() -> Any:
+            traces.append(1)
+            with tf.GradientTape(persistent=True) as tape:
+                gathered = hvd.allgather(ranks, name="gathered") ** 2 / 2
+                sent = hvd.broadcast(ranks, 0, name="sent") * 5
+                scattered = hvd.reducescatter(tf.tile(ranks, [6]), op=hvd.Sum, name="scattered")
+                own = local * 6
+                mean, variance = moments(batch, [0], None, hvd.global_process_set)
+                loss = mean + variance * 3
+            shared = [tape.gradient(each, ranks) for each in (gathered, sent, scattered)]
+            shared.append(tape.gradient(loss, batch)[0])
+            tape = hvd.DistributedGradientTape(tape)
+            tape.register_local_source(local)
+            return [*(each[0] for each in shared), tape.gradient(own, local)]
+
+        @hvd.elastic.run
+        def train(state: Any) -> Any:
+            ranks.assign([float(hvd.rank())])
+            batch.assign(whole[hvd.rank() : hvd.rank() + 1])
+            found = [float(each) for each in gradients()]
+            rank, size = hvd.rank(), hvd.size()
+            with tf.GradientTape() as tape:
+                tape.watch(whole)
+                mean, variance = tf.nn.moments(whole[:size], [0])
+                loss = mean + variance * 3
+            of_whole = tape.gradient(loss, whole)[rank, 0]
+            expected = [rank, 0.0 if rank else 5.0, 6 * size, float(of_whole) * size, 6 / size]
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+            state.commit()
+            if size == 3:
+                if rank == 0:
+                    worker.die()
+                hvd.barrier()
+            return rank, len(traces)
+
+        return train(hvd.elastic.TensorFlowState([]))
+
+    assert job.run(main) == [None, (0, 1), (1, 1)]
 
 
 def test_errors_of_tensorflow_are_judged_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

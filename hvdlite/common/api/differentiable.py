@@ -65,10 +65,12 @@ class Verbs(Generic[T]):
 
         def adjoint(gradients: list[T]) -> list[T]:
             scale = options.prescale_factor * options.postscale_factor
-            if options.reduce_op is ReduceOp.SUM:
-                scale *= options.process_set.size()
             gathered: list[Any] = self.gather(gradients, _gradient_name(name), back)
-            return [gradient * scale for gradient in gathered]
+            scaled = [gradient * scale for gradient in gathered]
+            if options.reduce_op is not ReduceOp.SUM:
+                return scaled
+            size = self._runner.ask(options.process_set.size)
+            return [self._runner.times(gradient, size) for gradient in scaled]
 
         return self._runner.record(
             tensors,
@@ -87,7 +89,7 @@ class Verbs(Generic[T]):
 
         def adjoint(gradients: list[T]) -> list[T]:
             averaged = self._allreduce(gradients, _gradient_name(name), options)
-            position = _position(options.process_set)
+            position = self._runner.ask(lambda: _position(options.process_set))
             return [
                 self._runner.own_rows(gradient, own, position)
                 for gradient, own in zip(averaged, rows, strict=True)
@@ -101,22 +103,25 @@ class Verbs(Generic[T]):
         def adjoint(gradients: list[T]) -> list[T]:
             back = CallOptions(options.process_set)
             averaged = self._allreduce(gradients, _gradient_name(name), back)
-            return self._only_where(for_collective().rank == options.root_rank, averaged)
+            return self._only_on(options.root_rank, averaged)
 
         def forward(inputs: list[T]) -> list[T]:
             return self._runner.run("broadcast", inputs, name, options).tensors
 
         return self._runner.record([tensor], forward, adjoint)[0]
 
-    def _only_where(self, here: bool, tensors: list[T]) -> list[T]:
-        """Return the tensors, or zeros on ranks where it is not `here`; so for gradients.
+    def _only_on(self, root_rank: int, tensors: list[T]) -> list[T]:
+        """Return the tensors, or zeros on all ranks but one; so for gradients.
 
         All ranks record the same, so that what these gradients come to runs on all of them.
         """
+
+        def forward(inputs: list[T]) -> list[T]:
+            here = self._runner.ask(lambda: int(for_collective().rank == root_rank))
+            return [self._runner.where(here, each) for each in inputs]
+
         return self._runner.record(
-            tensors,
-            lambda inputs: inputs if here else [self._runner.zeros_like(each) for each in inputs],
-            lambda gradients: self._only_where(here, gradients),
+            tensors, forward, lambda gradients: self._only_on(root_rank, gradients)
         )
 
     def exchange(self, tensor: T, name: str | None, options: CallOptions) -> tuple[T, Any]:

@@ -24,7 +24,7 @@ class CollectiveResult(NamedTuple):
 
 
 class Runner(Generic[T]):
-    """The part of a framework that collectives need; the last four methods serve gradients only."""
+    """The part of a framework that collectives need; those after `record` serve gradients only."""
 
     def run(
         self, collective: str, tensors: Sequence[T], name: str | None, options: CallOptions
@@ -36,11 +36,26 @@ class Runner(Generic[T]):
         """Return ``forward(tensors)``, recorded so that gradients flow back through `adjoint`."""
         return forward(list(tensors))
 
+    def ask(self, question: Callable[[], int]) -> Any:
+        """Return a number of the world: the answer of now.
+
+        A graph that outlives the world asks whenever it is run.
+        """
+        return question()
+
+    def times(self, tensor: Any, number: Any) -> Any:
+        """Return the tensor times a number of the world."""
+        return tensor * number
+
+    def where(self, here: Any, tensor: T) -> T:
+        """Return the tensor, or zeros in its place if `here`, a number of the world, is 0."""
+        return tensor if here else self.zeros_like(tensor)
+
     def zeros_like(self, tensor: T) -> T:
         """Return a tensor of zeros of the same shape, dtype and device."""
         raise NotImplementedError
 
-    def own_rows(self, tensor: T, rows: Any, position: int) -> T:
+    def own_rows(self, tensor: T, rows: Any, position: Any) -> T:
         """Return the part that came from the member at `position`, by `rows` of each."""
         raise NotImplementedError
 

@@ -122,8 +122,8 @@ class Reducer(ABC):
         """Return what decides the segment of a gradient; None for one that belongs to none."""
 
     @abstractmethod
-    def divide(self, gradient: Any, divisor: int) -> Any:
-        """Return the gradient, dense or sparse, divided by a number."""
+    def divide_by_size(self, gradient: Any) -> Any:
+        """Return the gradient, dense or sparse, divided by the number of ranks."""
 
     def _name_groups(self, shared: Mapping[str, tuple[Any, Any]]) -> list[list[str]]:
         groups = self._groups
@@ -148,4 +148,4 @@ class Reducer(ABC):
     def _scaled(self, gradient: Any) -> Any:
         if gradient is None or not self._scale_local_gradients:
             return gradient
-        return self.divide(gradient, self.reduction.process_set.size())
+        return self.divide_by_size(gradient)

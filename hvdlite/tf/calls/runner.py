@@ -21,6 +21,7 @@ from hvdlite.tf.calls.python_graph_ops import graphs_around
 from hvdlite.tf.errors import InvalidArgumentError, WithoutOwnFrames
 from hvdlite.tf.native import graph_ops
 from hvdlite.tf.native.loader import library
+from hvdlite.tf.topology_ops import answer
 
 
 def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
@@ -113,7 +114,16 @@ class TensorFlowRunner(Runner[tf.Tensor]):
 
         return list(recorded(*tensors)) if tensors else []
 
-    def own_rows(self, tensor: tf.Tensor, rows: tf.Tensor, position: int) -> tf.Tensor:
+    def ask(self, question: Callable[[], int]) -> Any:
+        return question() if tf.executing_eagerly() else answer(question, "HvdliteAnswer")
+
+    def times(self, tensor: tf.Tensor, number: Any) -> tf.Tensor:
+        return tensor * tf.cast(number, tensor.dtype)
+
+    def where(self, here: Any, tensor: tf.Tensor) -> tf.Tensor:
+        return tf.where(tf.cast(here, tf.bool), tensor, self.zeros_like(tensor))
+
+    def own_rows(self, tensor: tf.Tensor, rows: tf.Tensor, position: Any) -> tf.Tensor:
         start = tf.reduce_sum(rows[:position])
         return tensor[start : start + rows[position]]
 

@@ -247,11 +247,12 @@ class Reducer(reducer.Reducer):
         path = SOURCES.path_of(source)
         return segmentation.Gradient(name, elements * dtype.size, dtype.name, path)
 
-    def divide(self, gradient: Gradient, divisor: int) -> Gradient:
+    def divide_by_size(self, gradient: Gradient) -> Gradient:
+        options = CallOptions(self.reduction.process_set)
         if isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values / divisor
+            values = averaged(gradient.values, options)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return gradient / divisor
+        return averaged(tf.convert_to_tensor(gradient), options)
 
 
 def wrap(mixin: type, wrapped: Any) -> Any:
