@@ -334,6 +334,60 @@ def test_backward_passes_per_step(average: bool, factor: int) -> None:
         ]
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("course", [[None, 1.0], [1.0, None]])
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=tensorflow_only)])
+def test_passes_in_which_a_variable_has_no_gradient(
+    course: list[float | None], traced: bool
+) -> None:
+    """They count as zeros; a variable without a gradient in all passes of a step is left alone."""
+
+    def train(rank: int) -> list[float]:
+        some, always = variable([0]), variable([0])
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0, momentum=0.5), backward_passes_per_step=2
+        )
+        if hasattr(optimizer, "build"):
+            optimizer.build([some, always])
+
+        def step(has_one: bool) -> None:
+            gradient = tensor([rank]) if has_one else None
+            optimizer.apply_gradients([(gradient, some), (tensor([1]), always)])
+
+        if traced:
+            import tensorflow as tf
+
+            step = tf.function(step)
+        found = []
+        for number in range(6):
+            step(course[number % 2] is not None)
+            found.append(float(some.numpy()[0]))
+        if BACKEND == "tensorflow" and not traced:  # Elsewhere a gradient that is not there is 0.
+            for _ in range(2):
+                step(False)
+            assert float(some.numpy()[0]) == found[-1]
+        return found
+
+    assert run_ranks(2, train) == [[0, -0.5, -0.5, -1.25, -1.25, -2.125]] * 2
+
+
+def test_passes_over_some_of_the_variables() -> None:
+    """No sum of a step before is left in those that the first pass is not about."""
+
+    def train(rank: int) -> list[float]:
+        first, second = variable([0], "first"), variable([0], "second")
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+        if hasattr(optimizer, "build"):
+            optimizer.build([first, second])
+        apply(optimizer, ([8], first), ([8], second))
+        apply(optimizer, ([8], first), ([8], second))
+        apply(optimizer, ([1], first))
+        apply(optimizer, ([1], first), ([1], second))
+        return [float(each[0]) for each in numpy_of([first, second])]
+
+    assert run_ranks(2, train) == [[-18, -17]] * 2
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_backward_passes_per_step_of_fit(eager: bool) -> None:
     """Two passes of half a batch, averaged, are one pass of a batch."""

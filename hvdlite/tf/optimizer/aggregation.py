@@ -76,6 +76,8 @@ class Accumulator:
         self._divisor = backward_passes_per_step if average else 1
         self._sparse_as_dense = sparse_as_dense
         self._sums: dict[int, tf.Variable] = {}
+        # The keys of variables that have had a gradient: in this step, or in graphs in any.
+        self._present: set[int] = set()
         self._number: Any = None
 
     def forget(self) -> None:
@@ -91,28 +93,43 @@ class Accumulator:
     ) -> Any:
         """Return ``due(sums)`` in the last pass of a step, and ``skip(sums)`` in all others.
 
-        The sums are those of the gradients, None where there is none. In a graph both are built,
-        and return tensors in the same structure. Raises `ValueError` for `tf.IndexedSlices`, unless
-        they are to be dense.
+        The sums are those of the gradients in all passes, None where none of them had one. In a
+        graph both are built, and return tensors in the same structure. Raises `ValueError` for
+        `tf.IndexedSlices`, unless they are to be dense.
         """
-        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        dense = [self._dense(gradients[index]) for index in present]
-        sums = [
-            self._sum(gradient, variables[index])
-            for gradient, index in zip(dense, present, strict=True)
-        ]
+        dense = [None if each is None else self._dense(each) for each in gradients]
+        # Also those without a gradient: a function that is traced later may have one.
+        sums = [self._sum(*each) for each in zip(dense, variables, strict=True)]
+        keys = [key_of(variable) for variable in variables]
+        others = [self._sums[key] for key in self._sums.keys() - {*keys}]
         self._number = self._passes.next()
-        totals = self._passes.in_first(
-            self._number,
-            lambda: [_read(total.assign(value)) for total, value in zip(sums, dense, strict=True)],
-            lambda: [
-                _read(total.assign_add(value)) for total, value in zip(sums, dense, strict=True)
-            ],
+        if tf.executing_eagerly() and self._number == 0:
+            self._present.clear()
+        self._present.update(
+            key for key, value in zip(keys, dense, strict=True) if value is not None
         )
+        pairs = list(zip(sums, dense, strict=True))
+
+        def begin() -> list[tf.Tensor]:
+            cleared = [each.assign(tf.zeros_like(each), read_value=False) for each in others]
+            with tf.control_dependencies(cleared):
+                return [
+                    _read(total.assign(tf.zeros_like(total) if value is None else value))
+                    for total, value in pairs
+                ]
+
+        def go_on() -> list[tf.Tensor]:
+            return [
+                _read(total if value is None else total.assign_add(value)) for total, value in pairs
+            ]
+
+        totals = self._passes.in_first(self._number, begin, go_on)
 
         def with_gaps(divisor: int) -> list[Any]:
-            scaled = {index: total / divisor for index, total in zip(present, totals, strict=True)}
-            return [scaled.get(index) for index in range(len(gradients))]
+            return [
+                total / divisor if key in self._present else None
+                for key, total in zip(keys, totals, strict=True)
+            ]
 
         return self.when_due(lambda: due(with_gaps(self._divisor)), lambda: skip(with_gaps(1)))
 
@@ -120,12 +137,13 @@ class Accumulator:
         """Return ``due()`` if the gradients added last are of the last pass, else ``skip()``."""
         return self._passes.in_last(self._number, due, skip)
 
-    def _sum(self, gradient: tf.Tensor, variable: Any) -> tf.Variable:
+    def _sum(self, gradient: tf.Tensor | None, variable: Any) -> tf.Variable:
         key = key_of(variable)
         if key not in self._sums:
-            shape = plain(variable).shape
+            inner = plain(variable)
+            dtype = inner.dtype if gradient is None else gradient.dtype
             self._sums[key] = local_variable(
-                lambda: tf.zeros(shape, gradient.dtype), "aggregated_gradient"
+                lambda: tf.zeros(inner.shape, dtype), "aggregated_gradient"
             )
         return self._sums[key]
 
