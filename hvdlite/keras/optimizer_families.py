@@ -235,7 +235,9 @@ _SHAPES = ((3, 4), (5,))
 def check_shardable(optimizer: Any, settings: Settings) -> None:
     """Raise `ValueError` where the optimizer, or an option, needs more than a part of the state."""
     objections = {
-        "a loss scaler decides by all gradients": len(list(parts_of(optimizer))) > 1,
+        "a loss scaler decides by all gradients: put it around the distributed optimizer": (
+            len(list(parts_of(optimizer))) > 1
+        ),
         "it is built already: wrap it before": getattr(optimizer, "built", True),
         "clipnorm looks at whole variables: use clipvalue": optimizer.clipnorm is not None,
         "global_clipnorm looks at all gradients: use clipvalue": (

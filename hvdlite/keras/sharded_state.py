@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.keras.framework import adapter, keras
 from hvdlite.keras.gradient_exchange import Exchange, Settings, Then
+from hvdlite.keras.optimizer_families import parts_of
 
 Method = Callable[..., Any]
 
@@ -152,6 +154,8 @@ class ShardedExchange(Exchange):
             reduced.append(self._reduce(number, shard, gradient_of))
             values = [keras.ops.stop_gradient(each.value) for each in shard.variables]
             shard.variable.assign(shard.own_values(values))
+        if len([*parts_of(self._optimizer())]) > 1:  # A loss scaler is around it.
+            reduced = self._overflow_together(reduced)
         with self._gradients_are_reduced():
             result = then(reduced)
         for number, shard in enumerate(self._shards):
@@ -177,6 +181,24 @@ class ShardedExchange(Exchange):
             postscale_factor=reduction.scaling.postscale_factor,
         )
         return keras.ops.reshape(part, (shard.length,))
+
+    def _overflow_together(self, reduced: Sequence[Any]) -> list[Any]:
+        """Return NaN in place of all gradients where the part of any rank has overflowed.
+
+        A loss scaler skips the step then. It decides by the part of its rank, and all must alike.
+        """
+        finite = [keras.ops.all(keras.ops.isfinite(part)) for part in reduced]
+        overflow = keras.ops.logical_not(keras.ops.all(keras.ops.stack(finite)))
+        anywhere = adapter().allreduce(
+            keras.ops.cast(overflow, "float32"),
+            op=ReduceOp.MAX,
+            name=f"{self.settings.prefix}.shard.overflow",
+            process_set=self.settings.reduction.process_set,
+        )
+        return [
+            keras.ops.where(anywhere > 0, keras.ops.full_like(part, np.nan), part)
+            for part in reduced
+        ]
 
     def _gather(self, number: int, what: str, value: Any) -> Any:
         name = f"{self.settings.prefix}.shard.{number}.{what}"

@@ -34,6 +34,11 @@ STEPS = {"dynamic_growth_steps": 3, "initial_scale": 4.0}
 AROUND = [
     pytest.param(lambda: hvd.DistributedOptimizer(Scaler(sgd(), **STEPS)), id="wrapped"),
     pytest.param(lambda: Scaler(hvd.DistributedOptimizer(sgd()), **STEPS), id="inside"),
+    pytest.param(
+        lambda: Scaler(hvd.DistributedOptimizer(sgd(), shard_state=True), **STEPS),
+        id="inside with shards",
+        marks=keras3_only,
+    ),
 ]
 if LEGACY:
     AROUND += [
