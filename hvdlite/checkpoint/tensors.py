@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hvdlite.checkpoint import compression
 from hvdlite.checkpoint.manifest import Manifest
+from hvdlite.common.gradients.variables import inside_scalers
 from hvdlite.common.layouts.layout import Box, Layout
 from hvdlite.common.tensors.adapter import DTYPES
 
@@ -186,22 +187,29 @@ class VariableTensors(Tensors):
                 raise ValueError(f"two variables have the name {name!r}: rename a layer")
             tree[name] = variable
 
-        remembered: dict[str, Any] = getattr(thing, "compression_state", dict)()
+        compressing = inside_scalers(thing)
+        remembered = {} if compressing is None else compressing.compression_state()
         entries, layouts = compression.described(remembered, context.manifest, context.prefix)
 
         def install(loaded: dict[Any, Any]) -> None:
             if holder is not thing:
                 thing.adopt(holder)
             if entries:
-                thing.load_compression_state(compression.restored(loaded[compression.KEY]))
+                compressing.load_compression_state(compression.restored(loaded[compression.KEY]))
 
         return Owner(thing, tree | entries, install, layouts=layouts)
 
     def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
         """Return what gathers the state of a Keras optimizer with ``shard_state=True``."""
-        settings = getattr(type(thing), "_hvdlite_settings", None)
-        if settings is None or not settings.shard_state or not getattr(thing, "built", True):
+        inner = inside_scalers(thing)
+        settings = getattr(type(inner), "_hvdlite_settings", None)
+        if settings is None or not settings.shard_state or not getattr(inner, "built", True):
             return None
+        if inner is not thing:
+            raise ValueError(
+                f"{name}: a loss scaler is around an optimizer with shard_state=True, whose state "
+                "it has in part: give its inner_optimizer"
+            )
         return thing.consolidate if settings.reduction.active else None
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from hvdlite.common.elastic.run import run_until
 from hvdlite.common.elastic.variables import VariablesState
+from hvdlite.common.gradients.variables import inside_scalers
 from hvdlite.keras.callbacks.elastic import (
     CommitStateCallback,
     UpdateBatchStateCallback,
@@ -116,7 +117,7 @@ class KerasState(VariablesState):
             exchange.forget_passes()
 
     def _compressing(self) -> Any:
-        return self.optimizer if isinstance(self.optimizer, Distributed) else None
+        return inside_scalers(self.optimizer)
 
     def _variables_to_compare(self) -> Sequence[Any]:
         own = without(model_variables(self.model), self.model.trainable_variables)

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from hvdlite.common.elastic.run import run_until
 from hvdlite.common.elastic.variables import VariablesState
+from hvdlite.common.gradients.variables import inside_scalers
 from hvdlite.missing_names import attribute_error
 from hvdlite.tf.errors import is_loss_in_tensorflow
 
@@ -79,14 +80,14 @@ class TensorFlowState(VariablesState):
         return self.variables
 
     def _compressing(self) -> Any:
-        return self.optimizer if hasattr(self.optimizer, "compression_state") else None
+        return inside_scalers(self.optimizer)
 
     def _forget_passes(self) -> None:
-        forget = getattr(self.optimizer, "forget_passes", None)
-        if forget is not None:
+        optimizer = inside_scalers(self.optimizer, "forget_passes")
+        if optimizer is not None:
             session = self._session()
             with nullcontext() if session is None else session.as_default():
-                forget()
+                optimizer.forget_passes()
 
     def _values(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         session = self._session()

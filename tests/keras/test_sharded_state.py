@@ -131,6 +131,19 @@ def test_a_checkpoint_has_all_of_the_state_for_any_number_of_ranks(
     assert_same([expected, *found, *run_ranks(1, lambda rank: read("divided", plain))])
 
 
+def test_a_checkpoint_of_a_scaler_around_shards_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
+
+    def main(rank: int) -> None:
+        optimizer = keras.optimizers.LossScaleOptimizer(sharded(adam))
+        optimizer.build(make_model().trainable_variables)
+        with pytest.raises(ValueError, match="give its inner_optimizer"):
+            hvd.checkpoint.save(tmp_path / "it", {"optimizer": optimizer})
+        hvd.checkpoint.save(tmp_path / "it", {"optimizer": optimizer.inner_optimizer})
+
+    run_ranks(2, main)
+
+
 def test_state_that_is_no_slot_is_consolidated_and_adopted() -> None:
     """Nadam has a product of all steps. The oracle trains on without shards."""
 

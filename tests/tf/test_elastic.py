@@ -253,12 +253,15 @@ def test_a_session_begins_the_passes_of_a_step_anew(op: Any) -> None:
     assert run_ranks(2, main) == ([sums] * 2 if op == hvd.Sum else steps)
 
 
-def test_an_optimizer_of_keras_begins_the_passes_of_a_step_anew() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_of_keras_begins_the_passes_of_a_step_anew(scaled: bool) -> None:
     def main(rank: int) -> list[float]:
         weight = tf.Variable(0.0)
         optimizer = hvd.DistributedOptimizer(
             tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2
         )
+        if scaled:
+            optimizer = tf.keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
         optimizer.build([weight])
         variables = [weight, *optimizer.variables]
         state = hvd.elastic.TensorFlowState(variables, optimizer=optimizer)

@@ -12,6 +12,16 @@ from typing import Any
 _AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
+def inside_scalers(optimizer: Any, method: str = "compression_state") -> Any:
+    """Return the distributed optimizer: this one, or that inside of loss scalers; None without.
+
+    It has the method of this name.
+    """
+    while optimizer is not None and not hasattr(optimizer, method):
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return optimizer
+
+
 class Sources:
     """The sources of one framework, whose variables are of one type."""
 
