@@ -11,7 +11,7 @@ from weakref import ref
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
-from hvdlite.common.gradients.variables import LocalSources
+from hvdlite.common.gradients.variables import LocalSources, is_overwritten
 from hvdlite.common.gradients.weights_check import VariablesCheck
 from hvdlite.common.segmentation.strategies import Threshold
 from hvdlite.common.tensors.compression import NoneCompressor
@@ -58,7 +58,8 @@ class Exchange:
             scaling=Scaling(ReduceOp.MAX),
             segmentation=Threshold(),  # The default: no segments.
         )
-        self._maximizer = tools.Reducer(settings.prefix, largest)
+        self._maximizer = tools.Reducer(settings.prefix, largest, scale_local_gradients=False)
+        self._maximizer.local = self._reducer.local
         self.accumulator: Any = None
         if settings.passes > 1:
             self.accumulator = tools.Accumulator(
@@ -153,12 +154,9 @@ class Exchange:
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients, reduced over all ranks.
 
-        The variables of 8-bit training (scales, recent magnitudes) are overwritten with their
-        gradients, not updated by them. They get the maximum over all ranks.
+        Variables that are overwritten with their gradients get the maximum over all ranks.
         """
-        overwritten = [
-            getattr(variable, "overwrite_with_gradient", False) for variable in variables
-        ]
+        overwritten = [is_overwritten(variable) for variable in variables]
         if not any(overwritten):
             reduced: list[Any] = self._reducer.reduce(gradients, variables)
             return reduced

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.sparse import JAXSparse
 
-from hvdlite.common.gradients.variables import Sources
+from hvdlite.common.gradients.variables import Sources, is_overwritten
 from hvdlite.common.gradients.weights_check import WeightsCheck
 from hvdlite.common.runtime.current import finder, use
 from hvdlite.common.segmentation.strategies import Gradient
@@ -119,6 +119,7 @@ def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequ
 class Accumulator:
     """Sums of the gradients of several passes, in variables that a program gets and returns.
 
+    Of variables to overwrite it is the largest gradient, as Keras' own accumulation has it.
     They are beside those of the optimizer, of which a program of Keras takes all.
     """
 
@@ -165,19 +166,27 @@ class Accumulator:
         """
         own = self.variables_for(variables)
         keys = [Reducer.sources.key_of(variable) for variable in variables]
+        overwritten = {
+            key for key, each in zip(keys, variables, strict=True) if is_overwritten(each)
+        }
         totals: dict[int, Any] = {}
         for key, gradient in zip(keys, gradients, strict=True):
             total = self._sums[key]
             if gradient is not None:
                 self._present.add(key)
-                dense = dense_of(gradient, self._sparse_as_dense)
-                totals[key] = total.value + jnp.asarray(dense, total.dtype)
+                dense = jnp.asarray(dense_of(gradient, self._sparse_as_dense), total.dtype)
+                add = jnp.maximum if key in overwritten else jnp.add
+                totals[key] = add(total.value, dense)
             elif key in self._present:
                 totals[key] = total.value
         number = self._count.value + 1
 
         def end() -> None:
-            due([totals[key] / self._divisor if key in totals else None for key in keys])
+            sums = {
+                key: total if key in overwritten else total / self._divisor
+                for key, total in totals.items()
+            }
+            due([sums.get(key) for key in keys])
             self.forget()
 
         def go_on() -> None:

@@ -15,7 +15,7 @@ from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
 from hvdlite.common.gradients.buckets import single_and_grouped
 from hvdlite.common.gradients.compressed_bucket import Part
-from hvdlite.common.gradients.variables import Sources
+from hvdlite.common.gradients.variables import Sources, is_overwritten
 from hvdlite.common.gradients.weights_check import WeightsCheck
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation.strategies import Gradient
@@ -181,7 +181,7 @@ def _wait_for_all(waits: Sequence[Wait]) -> dict[str, Any]:
 
 
 class Accumulator:
-    """Sums of the gradients of several passes."""
+    """Sums of the gradients of several passes, or the largest for variables to overwrite."""
 
     def __init__(self, backward_passes_per_step: int, average: bool, sparse_as_dense: bool) -> None:
         self._passes = backward_passes_per_step
@@ -204,13 +204,23 @@ class Accumulator:
     ) -> Any:
         """Return ``due(sums)`` in the last pass of a step, and ``skip(sums)`` in all others."""
         keys = [Reducer.sources.key_of(variable) for variable in variables]
-        for key, gradient in zip(keys, gradients, strict=True):
+        overwritten = [is_overwritten(variable) for variable in variables]
+        for key, gradient, largest in zip(keys, gradients, overwritten, strict=True):
             if gradient is not None:
                 before = self._sums.get(key)
-                self._sums[key] = gradient.clone() if before is None else before + gradient
+                if before is None:
+                    self._sums[key] = gradient.clone()
+                else:
+                    add = torch.maximum if largest else torch.add
+                    self._sums[key] = add(before, gradient)
         sums = [self._sums.get(key) for key in keys]
         self._count += 1
         if self._count < self._passes:
             return skip(sums)
         self.forget()
-        return due([None if total is None else total / self._divisor for total in sums])
+        return due(
+            [
+                total if total is None or largest else total / self._divisor
+                for total, largest in zip(sums, overwritten, strict=True)
+            ]
+        )

@@ -435,10 +435,40 @@ def test_local_layers() -> None:
     assert all((mine != other).any() for mine, other in zip(first[2:], second[2:], strict=True))
 
 
-@pytest.mark.skipif(
+has_overwritten_variables = pytest.mark.skipif(
     not hasattr(getattr(keras, "Variable", None), "overwrite_with_gradient"),
     reason="newer than this Keras",
 )
+
+
+@has_overwritten_variables
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize(("local", "expected"), [(False, [6, 6]), (True, [5, 6])])
+def test_variables_that_are_overwritten_get_the_largest_gradient_of_all_passes(
+    average: bool, local: bool, expected: list[float]
+) -> None:
+    """That of this rank, neither scaled, where they are local."""
+
+    def step(rank: int) -> float:
+        scale, weights = variable([1], "scale"), variable([0])
+        scale.overwrite_with_gradient = True
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0),
+            backward_passes_per_step=3,
+            average_aggregated_gradients=average,
+        )
+        optimizer.build([scale, weights])
+        if local:
+            optimizer.register_local_var(scale)
+        for gradient in (3, 5, 4):
+            apply(optimizer, ([gradient + rank], scale), ([1], weights))
+        assert float(weights.numpy()[0]) == (-1 if average else -3)
+        return float(scale.numpy()[0])
+
+    assert run_ranks(2, step) == expected
+
+
+@has_overwritten_variables
 @pytest.mark.parametrize("segmentation", ["threshold", "size"])
 def test_variables_that_are_overwritten_get_the_largest_gradient(segmentation: str) -> None:
     """Scales of 8-bit floats: half of what the largest magnitude needs would overflow."""

@@ -22,6 +22,15 @@ def inside_scalers(optimizer: Any, method: str = "compression_state") -> Any:
     return optimizer
 
 
+def is_overwritten(variable: Any) -> bool:
+    """Return whether Keras puts the gradient of this variable in its place: in 8-bit training.
+
+    So it is with scales and recent magnitudes. The largest of several gradients is the one that
+    suits all.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 class Sources:
     """The sources of one framework, whose variables are of one type."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.gradients.variables import is_overwritten
 from hvdlite.tf.variables import key_of, plain
 
 Branch = Callable[[], Any]
@@ -65,7 +66,7 @@ class Passes:
 
 
 class Accumulator:
-    """Sums of gradients until the last pass of a step.
+    """Sums of gradients until the last pass of a step, or the largest for variables to overwrite.
 
     `average` divides their sum by the number of passes. `sparse_as_dense` allows
     `tf.IndexedSlices`, which add up as dense tensors.
@@ -108,6 +109,7 @@ class Accumulator:
         self._present.update(
             key for key, value in zip(keys, dense, strict=True) if value is not None
         )
+        overwritten = [is_overwritten(variable) for variable in variables]
         pairs = list(zip(sums, dense, strict=True))
 
         def begin() -> list[tf.Tensor]:
@@ -120,15 +122,20 @@ class Accumulator:
 
         def go_on() -> list[tf.Tensor]:
             return [
-                _read(total if value is None else total.assign_add(value)) for total, value in pairs
+                _read(_added(total, value, largest))
+                for (total, value), largest in zip(pairs, overwritten, strict=True)
             ]
 
         totals = self._passes.in_first(self._number, begin, go_on)
 
         def with_gaps(divisor: int) -> list[Any]:
+            sums = [
+                total if largest else total / divisor
+                for total, largest in zip(totals, overwritten, strict=True)
+            ]
             return [
-                total / divisor if key in self._present else None
-                for key, total in zip(keys, totals, strict=True)
+                total if key in self._present else None
+                for key, total in zip(keys, sums, strict=True)
             ]
 
         return self.when_due(lambda: due(with_gaps(self._divisor)), lambda: skip(with_gaps(1)))
@@ -154,6 +161,12 @@ class Accumulator:
                 "tf.IndexedSlices: give sparse_as_dense=True"
             )
         return tf.convert_to_tensor(gradient)
+
+
+def _added(total: tf.Variable, value: tf.Tensor | None, largest: bool) -> Any:
+    if value is None:
+        return total
+    return total.assign(tf.maximum(total, value)) if largest else total.assign_add(value)
 
 
 def _read(assigned: Any) -> tf.Tensor:
