@@ -433,6 +433,26 @@ def test_the_warmup_reaches_the_rate_with_its_last_batch(
     assert said.strip() == "Epoch 2: finished gradual learning rate warmup to 0.004."
 
 
+def test_each_fit_has_its_own_number_of_steps() -> None:
+    def main() -> list[float]:
+        rates = Rates()
+        model = line([0, 0], sgd(9e-3, 0.0))
+        schedule = callbacks.LearningRateScheduleCallback(1.0, lambda e: e, staircase=False)
+        given = callbacks.LearningRateScheduleCallback(
+            1.0, lambda e: e, start_epoch=1, staircase=False, steps_per_epoch=5
+        )
+        for rows in (4, 8, 4):
+            ones = np.ones((rows, 2), np.float32)
+            model.fit(
+                ones, ones[:, :1], batch_size=2, epochs=2, verbose=0,
+                callbacks=[schedule, given, rates],
+            )  # fmt: skip
+        return rates.seen
+
+    two, four = [0, 1 / 2, 1, 1 + 1 / 5], [0, 1 / 4, 1 / 2, 3 / 4, 1, 6 / 5, 7 / 5, 8 / 5]
+    np.testing.assert_allclose(on_one_rank(main), [*two, *four, *two], rtol=1e-6)
+
+
 def kinds_of_sgd() -> list[Callable[[], Any]]:
     scaling = (keras.mixed_precision if LEGACY else keras.optimizers).LossScaleOptimizer
     kinds: list[Callable[[], Any]] = [

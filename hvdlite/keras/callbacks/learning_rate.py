@@ -48,6 +48,7 @@ class LearningRateScheduleCallback(Callback):
         self.multiplier = multiplier if callable(multiplier) else self._power_of(multiplier)
         self.start_epoch, self.end_epoch, self.staircase = start_epoch, end_epoch, staircase
         self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
+        self._detected: int | None = None  # The steps of an epoch, as they were found out last.
         self.current_epoch = 0
 
     def _power_of(self, base: float) -> Callable[[float], float]:
@@ -56,8 +57,10 @@ class LearningRateScheduleCallback(Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check that the rate can be set."""
         get_learning_rate(self.model, type(self).__name__)
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self._autodetect_steps_per_epoch()
+        given = self.steps_per_epoch and self.steps_per_epoch != self._detected
+        if not self.staircase and not given:
+            self._detected = self._autodetect_steps_per_epoch()  # Each `fit` has data of its own.
+            self.steps_per_epoch = self._detected
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Set the rate of a staircase."""
