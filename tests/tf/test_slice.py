@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +11,12 @@ import tensorflow as tf
 import hvdlite.tf.data
 from hvdlite.data import slice_batch
 from tests.ranks import run_ranks
+
+
+class Pair(NamedTuple):
+    images: Any
+    labels: Any
+
 
 IMAGES = np.arange(4 * 6 * 8 * 2.0).reshape(4, 6, 8, 2)
 LABELS = np.arange(4)
@@ -53,6 +59,12 @@ def test_structures_and_elements_of_one_tensor() -> None:
         assert [sorted(each) for each in named] == [["x", "y"]] * 2
         single = hvdlite.tf.data.slice(dataset().map(lambda x, y: y))
         assert [each.numpy().tolist() for each in single] == [[rank], [2 + rank]]
+        for make in (lambda x, y: (y,), lambda x, y: (Pair(x, y),), Pair):
+            whole = dataset().map(make)
+            cut = hvdlite.tf.data.slice(whole)
+            tf.nest.assert_same_structure(cut.element_spec, whole.element_spec)
+            images_and_labels = tf.nest.flatten(next(iter(cut)))
+            assert images_and_labels[-1].numpy().tolist() == [rank]
 
     run_ranks(2, main)
 

@@ -172,12 +172,12 @@ def slice(
         return dataset
 
     def own(*element: Any) -> Any:
-        structure = element if len(element) > 1 else element[0]
-        inputs = tf.nest.flatten(structure)
+        inputs = tf.nest.flatten(element)
         cut = [
             _part(number, *each) for number, each in enumerate(zip(inputs, planned, strict=True))
         ]
-        return tf.nest.pack_sequence_as(structure, cut)
+        # An element that is a tuple comes as several arguments, or as one.
+        return tf.nest.pack_sequence_as(dataset.element_spec, cut)
 
     return dataset.map(own)
 
