@@ -131,8 +131,9 @@ class DevicePlane:
         self._hierarchy = HierarchicalAllreduce(host, negotiate, on_error)
         # The communicators of process sets that were removed, until they are closed.
         self._leaving: list[Communicator] = []
-        # Fusion buffers by members, dtype and name.
-        self._buffers: dict[tuple[tuple[int, ...], str, str], Buffer] = {}
+        # Fusion buffers by library, members, dtype and slot. Libraries have streams of their own,
+        # which do not wait for each other.
+        self._buffers: dict[tuple[str, tuple[int, ...], str, str], Buffer] = {}
 
     def library_of(self, kind: str) -> DeviceLibrary | None:
         """Return the library of this rank for a kind of device, agreed on or not."""
@@ -182,7 +183,9 @@ class DevicePlane:
                 members=members,
                 operands=operands,
                 reduction=reduction_of(request, members.size),
-                buffer=lambda slot, count: self._buffer(context, members, request, slot, count),
+                buffer=lambda slot, count: self._buffer(
+                    context, (name, members.ranks, request.dtype, slot), count
+                ),
                 exchange_counts=lambda counts: self._host.exchange_counts(members, counts),
             )
             queue = self._prepared(run, layers)
@@ -255,12 +258,11 @@ class DevicePlane:
         return device
 
     def _buffer(
-        self, context: Context, members: Members, request: Request, name: str, count: int
+        self, context: Context, key: tuple[str, tuple[int, ...], str, str], count: int
     ) -> Buffer:
-        key = members.ranks, request.dtype, name
         known = self._buffers.get(key)
         if known is None or known.numel() < count:
-            known = self._buffers[key] = context.empty(count, request.dtype)
+            known = self._buffers[key] = context.empty(count, key[2])
         return known[:count]
 
     def forget(self, ranks: tuple[int, ...]) -> None:
@@ -269,7 +271,7 @@ class DevicePlane:
         Communicators are closed behind all work that is queued, by the finalizer: they may wait
         for other members.
         """
-        for key in [key for key in self._buffers if key[0] == ranks]:
+        for key in [key for key in self._buffers if key[1] == ranks]:
             del self._buffers[key]
         for library, communicator in self._communicators.pop(ranks):
             context, stream, finalizer, _ = self._devices[library]

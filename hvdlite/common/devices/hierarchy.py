@@ -98,7 +98,8 @@ class HierarchicalAllreduce:
         the library of another rank may have failed first.
         """
         self._host, self._negotiate, self._on_error = host, negotiate, on_error
-        self._memory: dict[str, HostMemory] = {}  # By dtype.
+        # By context, which the plane keeps, and dtype.
+        self._memory: dict[tuple[int, str], HostMemory] = {}
 
     def prepare(self, run: DeviceRun, layers: Layers) -> Work:
         """Allocate; return what reduces the segment over all members, but for the queued end.
@@ -141,9 +142,10 @@ class HierarchicalAllreduce:
 
     def _host_memory(self, run: DeviceRun, count: int) -> HostMemory:
         dtype = run.operands[0].response.request.dtype
-        known = self._memory.get(dtype)
+        key = id(run.context), dtype
+        known = self._memory.get(key)
         if known is None or known.array.size < count:
-            known = self._memory[dtype] = run.context.host_memory(count, dtype)
+            known = self._memory[key] = run.context.host_memory(count, dtype)
         return known
 
     def _wait(self, event: Event, communicator: Communicator, what: str) -> None:

@@ -74,7 +74,7 @@ def on_fake(
 
     def body(number: int) -> Any:
         current()._agree([], None)
-        (library,) = current().engine.devices._libraries.values()
+        library = current().engine.devices.library_of("fake")
         assert isinstance(library, FakeLibrary)
         return main(Rank(number, library))
 

@@ -19,9 +19,14 @@ import hvdlite.torch as hvd
 from fake_accelerator import FakeLibrary
 from fake_accelerator.context import FakeContext
 from fake_accelerator.streams import FakeEvent, FakeModule
+from hvdlite.common.api.forms import Forms
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.devices import libraries
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
+from hvdlite.torch.adapter import TorchAdapter
+from hvdlite.torch.autograd import TorchRunner
+from tests.torch.accelerators.direct import CountingDevice
 from tests.torch.accelerators.fakes import ON_HOST, Rank, on_fake, wait_for
 
 
@@ -312,9 +317,55 @@ def test_a_set_that_is_removed_has_no_communicator(monkeypatch: pytest.MonkeyPat
         assert not here.library.communicators[0].is_closed
         assert len(here.library.communicators) == (3 if here.rank < 2 else 1)
         buffers = current().engine.devices._buffers
-        assert {ranks for ranks, _, _ in buffers} <= {(0, 1, 2)}
+        assert {ranks for _, ranks, _, _ in buffers} <= {(0, 1, 2)}
 
     on_fake(main, [FakeLibrary() for _ in range(3)], monkeypatch)
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_two_libraries_of_a_rank_share_no_memory(
+    layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device has not unpacked its sums when the other one is done with its own."""
+
+    class Other(FakeLibrary):
+        name, device_kind = "OTHER", "other"
+
+    made = {f"rank-{rank}": Other(device=rank) for rank in range(4)}
+    second = libraries._Registered(lambda: made[threading.current_thread().name], by_name_only=True)
+    monkeypatch.setitem(libraries._registered, "fake:other", second)
+
+    def main(here: Rank) -> None:
+        other = Rank(here.rank, made[f"rank-{here.rank}"])
+        other.device = CountingDevice("other", other.library.module)
+        other.forms = Forms(TorchRunner(TorchAdapter(lambda kind: other.device)))
+        for each in (here, other):
+            each.read(each.forms.allreduce(torch.ones(8), op=hvd.Sum, name="connect"))
+        context: Any = current().engine.devices._devices["FCCL"].context
+        copy, may_unpack, copies = context.copy, threading.Event(), []
+        held = 3 if layers else 2  # The copy that brings the sums back.
+
+        def slow(targets: Any, sources: Any) -> None:
+            copies.append(targets)
+            if len(copies) == held:
+                assert may_unpack.wait(20)
+            copy(targets, sources)
+
+        context.copy = slow
+        one, two = ([torch.full((n,), value) for n in (3, 5)] for value in (1.0, 100.0))
+        handle = here.forms.grouped_allreduce_async_(one, op=hvd.Sum)
+        wait_for(lambda: len(copies) == held)
+        other.forms.grouped_allreduce_(two, op=hvd.Sum)
+        assert [other.read(each) for each in two] == [[400.0] * 3, [400.0] * 5]
+        may_unpack.set()
+        here.forms.synchronize(handle)
+        assert [here.read(each) for each in one] == [[4.0] * 3, [4.0] * 5]
+        assert here.device.staged == other.device.staged == 0
+
+    config = Config(devices="fake", device_allreduce="hierarchical" if layers else "flat")
+    on_fake(
+        main, [FakeLibrary(device=rank) for rank in range(4)], monkeypatch, config, [[0, 1], [2, 3]]
+    )
 
 
 def test_plug_ins_are_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
