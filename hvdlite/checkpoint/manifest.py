@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from hvdlite.common.tensors.adapter import DTYPES
 
 MANIFEST = "layout.json"
 DCP_METADATA = ".metadata"
+# The files that saves and consolidations write, those of DCP, and those of parameter servers.
+_OWN_FILES = re.compile(
+    r"layout\.json|(slices-\d+-of-\d+|model|.+\.\d+-of-\d+)\.safetensors|\.metadata|.*\.distcp"
+)
 
 
 class Folder:
@@ -40,11 +45,8 @@ class Folder:
         """Make the new folder, empty; for one rank. Raises `ValueError` for a foreign folder."""
         if not self.path.exists() and self.old.exists():
             self.old.rename(self.path)  # A save was killed between its two renames.
-        if self.path.exists() and not _may_be_replaced(self.path):
-            raise ValueError(
-                f"{self.path} exists and is no checkpoint: a save would remove what is in it; "
-                "name another folder"
-            )
+        if self.path.exists():
+            _check_replaceable(self.path)
         for leftover in (self.new, self.old):
             shutil.rmtree(leftover, ignore_errors=True)
         self.new.mkdir(parents=True)
@@ -76,8 +78,19 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() or (path / DCP_METADATA).is_file()
 
 
-def _may_be_replaced(path: Path) -> bool:
-    return path.is_dir() and (is_checkpoint(path) or not any(path.iterdir()))
+def _check_replaceable(path: Path) -> None:
+    """Raise `ValueError` where there is more than a checkpoint, or something else."""
+    if not path.is_dir() or (not is_checkpoint(path) and any(path.iterdir())):
+        raise ValueError(
+            f"{path} exists and is no checkpoint: a save would remove what is in it; "
+            "name another folder"
+        )
+    for each in sorted(path.iterdir()):
+        if not _OWN_FILES.fullmatch(each.name) or not each.is_file():
+            raise ValueError(
+                f"{path} has {each.name!r} in it, which is not of the checkpoint: a save would "
+                "remove it; move it, or name another folder"
+            )
 
 
 def _sync(folder: Path) -> None:

@@ -195,6 +195,26 @@ def test_what_a_save_refuses(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it"]
 
 
+@pytest.mark.parametrize("own", ["notes.txt", "mine.safetensors", "best/layout.json"])
+def test_what_is_beside_a_checkpoint_is_not_removed(tmp_path: Path, own: str) -> None:
+    folder = tmp_path / "it"
+    hvd.checkpoint.save(folder, {"a": FULL})
+    hvd.checkpoint.consolidate(folder, folder)
+    hvd.checkpoint.save(folder, {"a": FULL})
+    (folder / own).parent.mkdir(exist_ok=True)
+    (folder / own).write_text("precious")
+    for write in (
+        lambda: hvd.checkpoint.save(folder, {"a": FULL + 1}),
+        lambda: hvd.checkpoint.consolidate(folder, folder),
+    ):
+        with pytest.raises(ValueError, match=rf"has '{Path(own).parts[0]}' in it"):
+            write()
+    assert (folder / own).read_text() == "precious"
+    state = {"a": np.zeros_like(FULL)}
+    hvd.checkpoint.load(folder, state)
+    assert np.array_equal(state["a"], FULL)
+
+
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_ranks_that_disagree(tmp_path: Path, call: str) -> None:
     save(tmp_path / "it", FULL, Layout([2], [0, -1]))
