@@ -35,9 +35,13 @@ def safetensors() -> ModuleType:
 def write(path: Path, arrays: Mapping[str, Array]) -> tuple[int, dict[str, str]]:
     """Write arrays to a new file and to the disk; return its size and a digest of each array.
 
-    Raises `ValueError` for a dtype that the format lacks, and `OSError`.
+    Raises `ValueError` for a dtype or a name that the format lacks, and `OSError`.
     """
     library = safetensors()
+    if "__metadata__" in arrays:  # Which is written, and nothing in the file is read again.
+        raise ValueError(
+            "'__metadata__' is no name for a tensor in files of safetensors: rename it"
+        )
     stored = {name: _stored(array) for name, array in arrays.items()}
     try:
         library.numpy.save_file(stored, path)

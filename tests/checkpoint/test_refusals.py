@@ -195,6 +195,18 @@ def test_what_a_save_refuses(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it"]
 
 
+def test_a_name_that_the_format_lacks_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "it", FULL, Layout([2], [0, -1]))
+
+    def main(rank: int) -> None:
+        with pytest.raises((ValueError, HorovodInternalError), match="'__metadata__' is no name"):
+            hvd.checkpoint.save(tmp_path / "it", {"w": FULL, "__metadata__": FULL})
+
+    run_ranks(2, main)
+    assert np.array_equal(load(tmp_path / "it", FULL, Layout([1], [-1, -1]))[0], FULL)
+    hvd.checkpoint.save(tmp_path / "it", {"w": FULL, "__metadata__": 3})
+
+
 @pytest.mark.parametrize("own", ["notes.txt", "mine.safetensors", "best/layout.json"])
 def test_what_is_beside_a_checkpoint_is_not_removed(tmp_path: Path, own: str) -> None:
     folder = tmp_path / "it"
