@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from hvdlite.common.api import objects
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.tensors.adapter import DTYPES
 from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.jax.sharded_state.shards import is_shard
 from hvdlite.jax.trees import from_host, is_array, to_host
@@ -36,16 +38,29 @@ def broadcast_parameters(
             "broadcast_parameters needs values, and these are traced: call it outside of jax.jit, "
             "before the first step"
         )
-    handles = {}
+    handles, kinds = {}, {}
     for path, leaf in leaves:
         if is_array(leaf):
             name = f"broadcast_parameters.{jax.tree_util.keystr(path)}"
-            handles[path] = _forms.broadcast_async(to_host(leaf), root_rank, name, process_set)
-    received = [
-        from_host(_forms.synchronize(handles[path]), leaf) if path in handles else leaf
-        for path, leaf in leaves
-    ]
+            values = to_host(leaf)
+            handles[path] = _forms.broadcast_async(_sent(values), root_rank, name, process_set)
+            kinds[path] = values.dtype, values.shape
+    received = []
+    for path, leaf in leaves:
+        if path not in handles:
+            received.append(leaf)
+            continue
+        dtype, shape = kinds[path]
+        values = _forms.synchronize(handles[path]).view(dtype).reshape(shape)
+        received.append(from_host(values, leaf))
     return jax.tree_util.tree_unflatten(structure, received)
+
+
+def _sent(values: Array) -> Array:
+    """Return values of a dtype that collectives have: others are moved as bytes."""
+    dtype = values.dtype
+    known = dtype.name in DTYPES and dtype.isnative
+    return values if known else np.ravel(values).view(np.uint8)
 
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]

@@ -49,9 +49,11 @@ class Reducer(reducer.Reducer):
         Raises `HorovodInternalError` when the reduction fails, and outside of a program at once.
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
-        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-        reduced = self.reduce([leaf for _, leaf in leaves], paths)
-        return jax.tree_util.tree_unflatten(structure, reduced)
+        sent = [(path, leaf) for path, leaf in leaves if not _is_of_integers(leaf)]
+        paths = [jax.tree_util.keystr(path) for path, _ in sent]
+        reduced = iter(self.reduce([leaf for _, leaf in sent], paths))
+        results = [leaf if _is_of_integers(leaf) else next(reduced) for _, leaf in leaves]
+        return jax.tree_util.tree_unflatten(structure, results)
 
     def send(
         self, gradients: Gradients, sources: Mapping[str, Any], groups: Sequence[Sequence[str]]
@@ -69,6 +71,11 @@ class Reducer(reducer.Reducer):
 
     def divide_by_size(self, gradient: Any) -> Any:
         return gradient / self.reduction.process_set.size()
+
+
+def _is_of_integers(gradient: Any) -> bool:
+    """Return whether it is what JAX gives for integers (``allow_int``), which has no values."""
+    return bool(getattr(gradient, "dtype", None) == jax.dtypes.float0)
 
 
 def _send(

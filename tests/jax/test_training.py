@@ -240,6 +240,27 @@ def started_alike(rank: int) -> Any:
     return {**found, "key": jax.random.key_data(found["key"]), "name": found["name"] == "a"}
 
 
+def of_other_dtypes(rank: int) -> dict[str, Any]:
+    """Leaves of dtypes that only broadcasts have."""
+    return {
+        "int4": jnp.full(3, rank, "int4"),
+        "float8": jnp.full((), rank, "float8_e4m3fn"),
+        "text": np.str_(f"rank {rank}"),
+        "texts": np.array([["a", f"bc{rank}"]]),
+        "date": np.datetime64("2020-01-01") + rank,
+        "swapped": np.full((2, 1), rank, ">f4"),
+    }
+
+
+def of_integers(rank: int) -> Any:
+    """Gradients of parameters some of which are integers, compiled and not."""
+    params = {"a": jnp.arange(3), "b": jnp.full(2, 1.0), "c": jnp.int32(4)}
+    of = hvd.grad(lambda params: ((rank + 1) * params["b"]).sum(), allow_int=True)
+    compiled = jax.jit(lambda params: of(params)["b"])(params)
+    found = of(params)
+    return compiled, found["b"], [found[name].dtype == jax.dtypes.float0 for name in ("a", "c")]
+
+
 def saved_and_loaded(folder: Path) -> Any:
     optimizer = optax.adam(1e-3)
     params = {"w": jnp.arange(4.0)}
@@ -270,6 +291,8 @@ def cases(folder: Path) -> dict[str, Case]:
         "set": on_a_process_set,
         "adasum": adasum,
         "start": started_alike,
+        "bytes": lambda rank: hvd.broadcast_parameters(of_other_dtypes(rank), root_rank=1),
+        "integers": of_integers,
         "checkpoint": lambda rank: saved_and_loaded(folder / "checkpoint"),
     }
 
@@ -354,6 +377,20 @@ def test_parameters_of_one_rank_reach_all(outcomes: Outcomes) -> None:
         assert found["name"]
         np.testing.assert_array_equal(found["w"], [1, 1, 1])
         np.testing.assert_array_equal(found["key"], jax.random.key_data(jax.random.key(1)))
+
+
+def test_parameters_of_every_dtype_reach_all(outcomes: Outcomes) -> None:
+    for found in values(outcomes, "bytes"):
+        for name, wanted in of_other_dtypes(1).items():
+            assert found[name].dtype.name == wanted.dtype.name
+            np.testing.assert_array_equal(found[name], wanted)
+
+
+def test_gradients_of_integers_stay_as_they_are(outcomes: Outcomes) -> None:
+    for compiled, now, are_kept in values(outcomes, "integers"):
+        np.testing.assert_array_equal(compiled, [2, 2])  # The average of 1, 2 and 3.
+        np.testing.assert_array_equal(now, [2, 2])
+        assert are_kept == [True, True]
 
 
 def test_a_checkpoint_has_states_of_optax_and_keys(outcomes: Outcomes) -> None:
