@@ -21,6 +21,23 @@ from hvdlite.jax.programs import exchange, is_tracing
 Gradients = Mapping[str, Any]
 
 
+class _Leaf(str):
+    """The path of a leaf as the user writes it, and the keys that lead to the leaf."""
+
+    keys: tuple[str, ...]
+
+    @classmethod
+    def at(cls, path: tuple[Any, ...]) -> _Leaf:
+        leaf = cls(jax.tree_util.keystr(path))
+        leaf.keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        return leaf
+
+    @property
+    def dotted(self) -> str:
+        """The path as those of models are: a key such as "mlp/~/linear_0" is one step of it."""
+        return ".".join(key.replace(".", "_").replace("/", "_") for key in self.keys)
+
+
 class _Paths(Sources):
     """Leaves of pytrees, which are known by their paths."""
 
@@ -50,7 +67,7 @@ class Reducer(reducer.Reducer):
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
         sent = [(path, leaf) for path, leaf in leaves if not _is_of_integers(leaf)]
-        paths = [jax.tree_util.keystr(path) for path, _ in sent]
+        paths = [_Leaf.at(path) for path, _ in sent]
         reduced = iter(self.reduce([leaf for _, leaf in sent], paths))
         results = [leaf if _is_of_integers(leaf) else next(reduced) for _, leaf in leaves]
         return jax.tree_util.tree_unflatten(structure, results)
@@ -67,7 +84,7 @@ class Reducer(reducer.Reducer):
 
     def describe(self, name: str, gradient: Any, source: Any) -> segmentation.Gradient | None:
         array = jnp.asarray(gradient)
-        return segmentation.Gradient(name, array.nbytes, array.dtype.name, source)
+        return segmentation.Gradient(name, array.nbytes, array.dtype.name, source.dotted)
 
     def divide_by_size(self, gradient: Any) -> Any:
         return gradient / self.reduction.process_set.size()

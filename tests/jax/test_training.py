@@ -16,9 +16,11 @@ import optax
 import pytest
 
 import hvdlite.jax as hvd
+from hvdlite.jax.calls import Call
 from hvdlite.jax.native.executions import Registered
 from hvdlite.tools.timeline_reader import read_events
 from tests.jax.cases import RANKS, Case, Outcomes, same, values
+from tests.ranks import run_ranks
 
 ROWS, STEPS = 8, 4
 RNG = np.random.default_rng(0)
@@ -400,6 +402,24 @@ def test_a_checkpoint_has_states_of_optax_and_keys(outcomes: Outcomes) -> None:
         np.testing.assert_array_equal(found["numpy"], np.arange(4))
         np.testing.assert_array_equal(found["key"], jax.random.key_data(jax.random.key(5)))
         np.testing.assert_allclose(found["state"][0].mu["w"], np.full(4, 0.1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("layers", [["Dense_0", "Dense_1"], ["mlp/~/linear_0", "mlp/~/linear_1"]])
+def test_layers_of_flax_and_haiku_are_whole_segments(layers: list[str]) -> None:
+    grads = {layer: {"b": jnp.ones(2), "w": jnp.ones((2, 2))} for layer in layers}
+    sent = []
+
+    def call(*args: Any, **options: Any) -> Any:
+        sent.append([int(name.split(".")[1]) for name in options["names"]])
+        return Call(*args, **options)
+
+    def main(rank: int) -> None:
+        optimizer = hvd.DistributedOptimizer(SGD(), segmentation="mb:-1")
+        optimizer.update(grads, optimizer.init(grads), grads)
+
+    with patch("hvdlite.jax.gradients.Call", call):
+        run_ranks(2, main)
+    assert sorted(sent) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_what_an_optimizer_refuses() -> None:
