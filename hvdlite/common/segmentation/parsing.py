@@ -188,10 +188,10 @@ def _read_megabytes(rest: str) -> Megabytes:
 def _read_threshold(rest: str) -> Threshold:
     if not rest:
         return Threshold()
-    size = _number(rest, float)
-    if size < 0:
-        raise ValueError(f"threshold:{rest} must not be negative")
-    return Threshold(int(size * MIB))
+    size = _number(rest, float) * MIB
+    if not 0 <= size < math.inf:
+        raise ValueError(f"threshold:{rest} is no number of MB from 0 on")
+    return Threshold(int(size))
 
 
 _READERS: dict[str, Callable[[str], Strategy]] = {
@@ -207,9 +207,10 @@ _READERS: dict[str, Callable[[str], Strategy]] = {
 def _number(text: str, kind: type) -> Any:
     try:
         value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
+        is_number = math.isfinite(value)
+    except (ValueError, OverflowError):
+        is_number = False
+    if not is_number:
         raise ValueError(f"{text!r} is no {'whole ' if kind is int else ''}number")
     return value
 

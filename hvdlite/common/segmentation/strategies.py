@@ -38,6 +38,11 @@ class Gradient(NamedTuple):
         return head or path
 
 
+def _spelled(number: float) -> str:
+    """Return what reads as exactly this number, with as few digits as possible."""
+    return repr(float(number)).removesuffix(".0")
+
+
 class Strategy(Protocol):
     """Cuts gradients into segments."""
 
@@ -71,7 +76,7 @@ class Threshold:
 
     @property
     def spec(self) -> str:
-        return "threshold" if self.bytes is None else f"threshold:{self.bytes / MIB:g}"
+        return "threshold" if self.bytes is None else f"threshold:{_spelled(self.bytes / MIB)}"
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
         limit = JOB_THRESHOLD_BYTES if self.bytes is None else self.bytes
@@ -98,7 +103,7 @@ class Size:
 
     @property
     def spec(self) -> str:
-        return "size:" + ",".join(f"{share:g}" for share in self.percentages)
+        return "size:" + ",".join(map(_spelled, self.percentages))
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
         # HCCL's default is exempt: it yields one segment for a single gradient.
@@ -150,7 +155,7 @@ class Megabytes:
 
     @property
     def spec(self) -> str:
-        return f"mb:{self.size:g},{self.count}"
+        return f"mb:{_spelled(self.size)},{self.count}"
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
         if self.size == 0:

@@ -243,7 +243,10 @@ def test_fleets_other_name_of_the_count() -> None:
         ("size", Size()),
         ("size:60,20,20", Size((60, 20, 20))),
         ("index:28,60,160", Index((28, 60, 160))),
+        ("size:33.3333333,66.6666667", Size((33.3333333, 66.6666667))),
+        (f"threshold:{5_000_001 / MIB}", Threshold(5_000_001)),
         ("mb:16", Megabytes(16, 50)),
+        ("mb:1.23456789", Megabytes(1.23456789, 50)),
         ("mb:16,20", Megabytes(16, 20)),
         ("count:50", Count(50)),
         ("auto", Auto()),
@@ -256,10 +259,17 @@ def test_texts(text: str, strategy: Strategy) -> None:
     assert read_strategy(read.spec) == read
 
 
+def test_what_was_set_otherwise_has_a_text() -> None:
+    for strategy in (by_size([100 / 7] * 7), by_size([50, 50]), Size(), Megabytes(16, 20)):
+        assert read_strategy(strategy.spec) == strategy
+    assert by_size([50, 50.0]).spec == "size:50,50"
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "bogus", "size:", "size:50", "size:a,b", "size:nan", "index", "index:1.5", "mb", "mb:x",
-     "mb:1,2,3", "count", "count:1.5", "threshold:-1", "threshold:inf", "auto:"],
+     "mb:1,2,3", "count", "count:1.5", "threshold:-1", "threshold:inf", "threshold:1e308",
+     f"count:{'9' * 400}", "auto:"],
 )  # fmt: skip
 def test_texts_that_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
