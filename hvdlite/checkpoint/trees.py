@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -116,7 +117,9 @@ def fill(
 
 
 def _like(original: Any, value: Any) -> Any:
-    """Return a value of JSON with tuples where the original has them, named ones too."""
+    """Return a value of JSON with tuples and enums where the original has them."""
+    if isinstance(original, enum.Enum) and type(value) is type(original.value):
+        return type(original)(value)
     if isinstance(original, (list, tuple)) and isinstance(value, list):
         is_alike = len(original) == len(value)
         if is_alike:

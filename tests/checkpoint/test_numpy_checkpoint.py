@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 import random
@@ -215,6 +216,24 @@ def test_tuples_on_every_level(tmp_path: Path) -> None:
     assert type(blank["point"]) is Point
     generator.setstate(blank["random"])  # type: ignore[arg-type]
     assert generator.random() == drawn
+
+
+class Mode(str, enum.Enum):
+    FAST = "fast"
+    EXACT = "exact"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+def test_enums_come_back_as_such(tmp_path: Path) -> None:
+    state = {"mode": Mode.FAST, "levels": (Level.LOW, [Level.HIGH]), "none": None}
+    hvd.checkpoint.save(tmp_path / "it", state)
+    blank = {"mode": Mode.EXACT, "levels": (Level.HIGH, [Level.LOW]), "none": Mode.FAST}
+    hvd.checkpoint.load(tmp_path / "it", blank)
+    assert repr(blank) == repr(state)
 
 
 def test_parts_of_a_checkpoint_and_other_libraries(tmp_path: Path) -> None:
