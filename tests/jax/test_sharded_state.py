@@ -185,6 +185,25 @@ def test_an_elastic_state_is_divided_anew() -> None:
         same(found, wanted, 2e-5)
 
 
+def test_a_first_sync_gives_what_was_saved_last() -> None:
+    """As for a state that is not divided: what came after the save is not shared."""
+
+    def main(rank: int) -> Any:
+        optimizer = Sharded(ADAM())
+        params, opt = stepped(optimizer, ALL)
+        state = hvd.elastic.JaxState(params=params, opt=opt, step=1)
+        state.params, state.opt = stepped(optimizer, ALL, params, opt)
+        state.step = 2
+        state.sync()
+        assert state.step == 1
+        return stepped(optimizer, ALL, state.params, state.opt)[0]
+
+    wanted, state = stepped(ADAM(), ALL)
+    wanted, _ = stepped(ADAM(), ALL, wanted, state)
+    for found in run_ranks(2, main):
+        same(found, wanted, 2e-5)
+
+
 def test_a_state_of_other_ranks_is_refused() -> None:
     optimizer = Sharded(ADAM())
     (_, state), _ = run_ranks(2, lambda rank: stepped(optimizer, ALL))

@@ -108,8 +108,7 @@ class JaxState(ObjectState):
             (rank(), self._saved.is_part), "elastic.parts", source.process_set
         )
         if dict(of_ranks)[source.root_rank]:  # Otherwise the root has all, for all.
-            values = {name: getattr(self, name) for name in self._saved_state}
-            self._saved = Saved(values, self._saved.arrays, alone=False)
+            self._saved = Saved(self._saved.restored(), self._saved.arrays, alone=False)
 
     def _sync_structure(self, saved: Saved, source: Source) -> dict[str, Any]:
         """Take from the root those attributes that have other leaves there, such as a longer list.
