@@ -86,6 +86,9 @@ def connect(
     cards = [_Card(*msgpack.unpackb(each)) for each in gather(_card(library, context, members))]
     reason = _obstacle(library, members, cards)
     if reason:
+        discard = getattr(library, "discard", None)
+        if members.index == 0 and discard is not None:
+            discard(cards[0].unique_id)
         return Outcome(None, reason)
     attempt = _Attempt(library, context, members, cards[0].unique_id)
     attempt.wait(negotiate)
@@ -143,7 +146,7 @@ class _Attempt:
         library, context, members, unique_id = self._arguments
         try:
             made = library.connect(unique_id, members.index, members.size, context)
-        except Exception as error:
+        except BaseException as error:  # Whatever it is, the other members must hear of it.
             self.error = f"{type(error).__name__}: {error}"
             return
         with self._lock:

@@ -151,7 +151,11 @@ class Communicator(Protocol):
 
 
 class DeviceLibrary(Protocol):
-    """A library of collectives for one kind of device: what the entry points return."""
+    """A library of collectives for one kind of device: what the entry points return.
+
+    It may have a method ``discard(unique_id)``, which is called at the first member where nobody
+    will connect by what `unique_id` has returned.
+    """
 
     name: str  # As log and timeline show it, such as "NCCL".
     device_kind: str  # The device type of tensors, such as "cuda".

@@ -95,13 +95,23 @@ class C10dLibrary:
         self, unique_id: bytes, index: int, size: int, context: TorchContext
     ) -> Communicator:
         """Make the group, by the store of its first member."""
-        store = StoreClient(unique_id, Config.from_environ().start_timeout_seconds)
-        with _quiet_nccl:
-            group = self._make(store, index, size, TIMEOUT)
-            if self._backend == "nccl":  # Which otherwise connects in the first collective.
-                group.eager_connect_single_device(context.device)
+        try:
+            store = StoreClient(unique_id, Config.from_environ().start_timeout_seconds)
+            with _quiet_nccl:
+                group = self._make(store, index, size, TIMEOUT)
+                if self._backend == "nccl":  # Which otherwise connects in the first collective.
+                    group.eager_connect_single_device(context.device)
+        except BaseException:
+            self.discard(unique_id)
+            raise
         kept = store, self._servers.pop(unique_id, None)
         return C10dCommunicator(group, *kept, waits=self._backend == GLOO)
+
+    def discard(self, unique_id: bytes) -> None:
+        """Close the store of a group that there will not be."""
+        server = self._servers.pop(unique_id, None)
+        if server is not None:
+            server.close()
 
 
 class _QuietNccl:

@@ -99,7 +99,10 @@ class StoreServer:
             return self._closed or all(key in self._values for key in keys)
 
         with self._changed:
-            return self._changed.wait_for(here, seconds) and not self._closed
+            found = self._changed.wait_for(here, seconds)
+            if self._closed:  # Nobody will set them: whoever waits hears of it at once.
+                raise EOFError
+            return found
 
     def _get(self, key: str) -> bytes:
         with self._changed:
@@ -144,7 +147,9 @@ class StoreClient(Store):
         """Close the connection: nobody asks any more."""
         self._connection.close()
 
-    __del__ = close
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # It was never connected.
+            self.close()
 
     def clone(self) -> StoreClient:
         """Return another connection to the same store."""
@@ -205,6 +210,7 @@ def _connect(offer: bytes) -> socket.socket:
     hosts = [LOOPBACK] * (host == host_identity()) + [str(each.address[0]) for each in targets]
     tried = []
     for address in hosts:
+        connection = None
         try:
             connection = socket.create_connection((address, port), PROBE_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -215,6 +221,8 @@ def _connect(offer: bytes) -> socket.socket:
             tried.append(f"{address}: another program answers")
         except (OSError, EOFError, ValueError) as error:
             tried.append(f"{address}: {error}")
+        if connection is not None:
+            connection.close()
     raise RuntimeError(
         f"the store of the first rank is not reached, port {port} at "
         f"{'; '.join(tried) or 'no address'}. Open the port range for ranks, or name the network "

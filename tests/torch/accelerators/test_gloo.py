@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 
 import hvdlite.torch as hvd
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.devices import libraries
 from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.settings.config import Config
+from hvdlite.torch.accelerators import c10d
+from hvdlite.torch.accelerators.context import HostContext
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
+from hvdlite.torch.devices import HOST_AS_DEVICE
 from hvdlite.torch.mpi_ops import forms as hvd_forms
 from tests.ranks import run_ranks, run_threads
 from tests.torch.accelerators.direct import GLOO, CountingDevice, on_devices
+from tests.torch.accelerators.fakes import wait_for
 from tests.worlds import IN_PROCESS, make_world
 
 Tensor = torch.Tensor
@@ -154,6 +162,42 @@ def test_a_tensor_that_does_not_fit_fails_alone() -> None:
         assert forms.allreduce(torch.ones(1), name="x", op=hvd.Sum).tolist() == [2.0]
 
     on_devices(2, main)
+
+
+def refuse(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    if rank == 0:
+        raise RuntimeError("no link")
+    store.wait(["what rank 0 sets"])
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_ranks_that_are_not_connected_leave_no_store_behind(
+    shares: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 fails, and the other one hears of it at once; or they use one device."""
+    library = c10d.C10dLibrary(HOST_AS_DEVICE, c10d.GLOO, refuse)
+    library.shares_devices = shares
+    registered = libraries._Registered(lambda: library, by_name_only=True)
+    monkeypatch.setitem(libraries._registered, "gloo", registered)
+
+    def context(device: Any, local_rank: int) -> HostContext:
+        made = HostContext()
+        made.identity = made.identity if shares else "one"
+        return made
+
+    monkeypatch.setattr(library, "context", context)
+
+    def main(rank: int, forms: Forms[Tensor], device: CountingDevice) -> None:
+        assert forms.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+        assert device.staged == 2
+
+    def stores() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name == "hvdlite-store"]
+
+    before = stores()
+    on_devices(2, main)
+    wait_for(lambda: set(stores()) <= set(before))
+    assert ("no link" if shares else "use the same device") in caplog.text
 
 
 def test_a_rank_that_fails_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
