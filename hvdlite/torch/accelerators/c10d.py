@@ -73,7 +73,7 @@ class C10dLibrary:
             return True
         if op in BITWISE:
             return dtype in _BITS.get(self._backend, ())
-        return dtype in _REDUCED.get(self._backend, _LEAST)
+        return op in _OPS and dtype in _REDUCED.get(self._backend, _LEAST)
 
     def context(self, device: Any, local_rank: int) -> TorchContext:
         """Return the context of `device`, or of the one that the local rank has."""

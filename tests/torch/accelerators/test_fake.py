@@ -231,11 +231,21 @@ def test_what_one_rank_cannot_is_staged_on_all(monkeypatch: pytest.MonkeyPatch) 
     on_fake(main, made, monkeypatch)
 
 
+class PanicError(BaseException):
+    """As that of a library that is written in Rust, which is no `Exception`."""
+
+
+class Panicking(FakeLibrary):
+    def connect(self, *args: Any) -> Any:
+        raise PanicError("no driver")
+
+
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
         ([FakeLibrary(device=0), FakeLibrary(device=0)], "ranks 0 and 1 use the same device"),
         ([FakeLibrary(), FakeLibrary(refusal="no driver")], "cannot connect rank 1: .*no driver"),
+        ([FakeLibrary(), Panicking()], "cannot connect rank 1: PanicError: no driver"),
     ],
 )
 def test_ranks_that_cannot_be_connected_are_staged(

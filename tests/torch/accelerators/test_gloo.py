@@ -16,7 +16,8 @@ from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.settings.config import Config
 from hvdlite.torch.accelerators import c10d
-from hvdlite.torch.accelerators.context import HostContext
+from hvdlite.torch.accelerators.context import HostContext, HostStreams
+from hvdlite.torch.accelerators.graphs import GraphCollectives
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
 from hvdlite.torch.devices import HOST_AS_DEVICE
@@ -162,6 +163,21 @@ def test_a_tensor_that_does_not_fit_fails_alone() -> None:
         assert forms.allreduce(torch.ones(1), name="x", op=hvd.Sum).tolist() == [2.0]
 
     on_devices(2, main)
+
+
+def test_operations_that_a_group_lacks_are_refused_and_spoil_nothing() -> None:
+    def main(rank: int) -> None:
+        library = c10d.of_host()
+        assert library is not None
+        collectives = GraphCollectives(library=library, streams=HostStreams())
+        with pytest.raises(ValueError, match="c10d:gloo does not run allreduce of float32"):
+            collectives.allreduce_(torch.ones(2), hvd.Adasum)
+        with pytest.raises(ValueError, match="does not run reducescatter of float32 with"):
+            collectives.reducescatter_into(torch.ones(1), torch.ones(2), hvd.Average)
+        assert collectives.allreduce_(torch.ones(2), hvd.Sum).tolist() == [2.0, 2.0]
+        collectives.close()
+
+    run_ranks(2, main)
 
 
 def refuse(store: Any, rank: int, size: int, timeout: Any) -> Any:
