@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from hvdlite.torch.sharding.collectives import MeshCollectives
 from tests.torch.sharded_ranks import check_against_one_process, run_sharded
@@ -175,3 +176,28 @@ def test_a_bias_whose_gradient_is_that_of_the_only_row() -> None:
     """The weight is too large for its sum to be taken together with the bias's."""
     part = nn.Sequential(nn.Linear(256, 300), nn.Tanh())
     check_against_one_process(part, [torch.randn(2, 256)], {"0": ((2, 1), (1, 1))}, 2)
+
+
+class Checkpointed(nn.Module):
+    """A layer that keeps no activations, between two others."""
+
+    def __init__(self, reentrant: bool, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.reentrant = reentrant
+
+    def forward(self, x: Any) -> Any:
+        first, second, third = self.layers
+        return third(checkpoint(second, first(x).tanh(), use_reentrant=self.reentrant).tanh())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_activations(reentrant: bool) -> None:
+    given = {"layers.0": ((1, 1), (1, 2)), "layers.1": ((1, 2), (2, 1))}
+    result = check_against_one_process(Checkpointed(reentrant, 4), [torch.randn(4, 4)], given, 2)
+    assert len(result.gradients) == 6
+    calls: list[Any] = []  # Outside of parts checkpoints are as they were: backward runs it again.
+    x = torch.ones(2, requires_grad=True)
+    found = checkpoint(lambda x: calls.append(x) or x.exp(), x, use_reentrant=reentrant)
+    found.sum().backward()
+    assert len(calls) == 2

@@ -25,20 +25,18 @@ _FUNCTIONAL = {"normal_": aten.normal_functional.default, "zero_": aten.zeros_li
 
 
 def _refuse_own_derivatives(tracer: CodeType) -> None:
-    """Raise `ValueError` inside an `autograd.Function` that is not torch's own.
+    """Raise `ValueError` inside an `autograd.Function`.
 
-    The record has the operators of its forward; what it has written as their derivative would be
-    replaced by another one without a word. `tracer` is the code that runs the module.
+    The record has the operators of its forward, which run without gradients; what it has written
+    as their derivative would be lost without a word. `tracer` is the code that runs the module.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not tracer:
         if frame.f_code is _APPLY:
-            kind = frame.f_locals["cls"]
-            if not kind.__module__.startswith("torch."):
-                raise ValueError(
-                    f"{kind.__qualname__} has a backward() of its own, and a sharded part takes "
-                    "the derivatives of the operators in its forward(): call it outside of the part"
-                )
+            raise ValueError(
+                f"{frame.f_locals['cls'].__qualname__} has a backward() of its own, and a sharded "
+                "part takes the derivatives of operators: call it outside of the part"
+            )
         frame = frame.f_back  # type: ignore[assignment]
 
 

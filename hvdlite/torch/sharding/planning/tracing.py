@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.torch.sharding.planning.calls import Ref
@@ -17,6 +19,9 @@ from hvdlite.torch.sharding.rules.views import ListsAsTensors
 
 # The attribute of a sharded module that has the forward() from before.
 ORIGINAL = "_hvdlite_forward"
+# What torch's checkpoints run by, and the lock of the thread in whose trace they are replaced.
+_OF_CHECKPOINTS = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+_CHECKPOINTS = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
     for each, name in zip(leaves, input_names, strict=True):
         recorder.know(each, name)
     with (
-        _unsharded(module), _paths(module, recorder), torch.inference_mode(), torch.enable_grad(),
+        _unsharded(module), _plain_checkpoints(), _paths(module, recorder),
+        torch.inference_mode(), torch.enable_grad(),
         HeadsApart(), ListsAsTensors(), recorder,
     ):  # fmt: skip
         try:
@@ -83,6 +89,32 @@ def _unsharded(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for each, forward in zip(sharded, replaced, strict=True):
             each.forward = forward
+
+
+class _Plain:
+    """Runs what a checkpoint would run without gradients, as the record would take it for."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _nothing_saved(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """Let `torch.utils.checkpoint` call its function: a trace has no backward to save for."""
+    with _CHECKPOINTS:
+        kept = [getattr(checkpoint, name) for name in _OF_CHECKPOINTS]
+        try:
+            for name, plain in zip(_OF_CHECKPOINTS, (_Plain, _nothing_saved), strict=True):
+                setattr(checkpoint, name, plain)
+            yield
+        finally:
+            for name, before in zip(_OF_CHECKPOINTS, kept, strict=True):
+                setattr(checkpoint, name, before)
 
 
 def _meta(value: Any) -> Any:
