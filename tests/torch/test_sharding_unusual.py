@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -201,3 +202,71 @@ def test_checkpoints_of_activations(reentrant: bool) -> None:
     found = checkpoint(lambda x: calls.append(x) or x.exp(), x, use_reentrant=reentrant)
     found.sum().backward()
     assert len(calls) == 2
+
+
+class Keeping(nn.Module):
+    """A layer that keeps what a function makes of its output."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.layer, self.keep = nn.Linear(4, 4), keep
+        self.register_buffer("steps", torch.ones(()))
+        self.plain, self.cache, self.last = torch.zeros(4), {}, None
+
+    def forward(self, x: Any) -> Any:
+        y = self.layer(x)
+        self.keep(self, y)
+        return y * self.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        ("steps gets", lambda self, y: setattr(self, "steps", self.steps + 1)),
+        ("plain gets", lambda self, y: setattr(self, "plain", self.plain + 1)),
+        ("last gets", lambda self, y: setattr(self, "last", y.mean())),
+        ("last gets", lambda self, y: setattr(self, "last", (self.layer.weight * 2, 3))),
+        ("cache['y'] gets", lambda self, y: self.cache.update(y=y)),
+        ("changes a tensor in place that is neither", lambda self, y: self.plain.add_(y.mean(0))),
+        ("changes a tensor in place that is neither", lambda self, y: self.plain[:2].add_(1)),
+    ],
+)
+def test_what_a_call_would_keep_is_refused(name: str, keep: Any) -> None:
+    module = nn.Sequential(Keeping(keep))
+    before = dict(vars(module[0]))
+    with pytest.raises(ValueError, match=re.escape(name)):
+        run_sharded(module, [torch.randn(4, 4)], {}, 2, lambda *_: 0)
+    assert vars(module[0]) == before and not module[0].cache
+
+
+class Rotated(nn.Module):
+    """Tables of cosines that are made when a longer sequence comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("speeds", torch.rand(4))
+        self.cache: dict[int, Any] = {}
+        self.longest, self.table = 0, None
+
+    def forward(self, x: Any) -> Any:
+        words = x.shape[1]
+        if words > self.longest:
+            self.longest, self.table = words, (torch.arange(words)[:, None] * self.speeds).sin()
+        if words not in self.cache:
+            self.cache[words] = torch.arange(float(words)).cos()[:, None]
+        return self.layer(x) * self.cache[words] + self.table[:words]
+
+
+def test_tables_that_are_kept_are_made_in_each_plan() -> None:
+    part = Rotated()
+    for shape in ((2, 3, 4), (4, 3, 4), (4, 5, 4), (4, 2, 4)):
+        check_against_one_process(part, [torch.randn(shape)], {}, 2)
+    assert not part.cache and part.longest == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_weight_that_torch_computes_before_each_call() -> None:
+    part = nn.utils.weight_norm(nn.Linear(4, 4))
+    run_sharded(part, [torch.randn(4, 4)], {}, 2, lambda output, _: output.sum())
+    assert not part.weight.is_meta

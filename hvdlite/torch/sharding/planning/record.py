@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.torch.sharding.planning.notes import Notes
 from hvdlite.torch.sharding.rules.rule import tensors_of
@@ -52,6 +52,8 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__(names)
         # Tensors with values that the module has beside its parameters and buffers.
         self.constants: dict[str, torch.Tensor] = {}
+        # Those of them that were there before the module ran.
+        self._lasting: set[str] = set()
         self._tracer = tracer
         self._leaves = set(leaves)
         # What a view of it has changed since, by ids, with the operator that did it.
@@ -95,13 +97,30 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "runs on tensors of its own"
             )
 
+    def names_of(self, value: Any) -> set[str]:
+        """Return the names that the tensors in a value have here, if they were used."""
+        seen = [self._stand_ins.get(id(each), each) for each in tree_leaves(value)]
+        return {self._names[id(each)] for each in seen if id(each) in self._names}
+
+    def made_of(self, sources: set[str]) -> set[str]:
+        """Return the names of what is computed of any of some tensors."""
+        found = set(sources)
+        for call in self.calls:
+            if not found.isdisjoint(call.inputs):
+                found.update(call.outputs)
+        return found
+
     def _without_values(self, value: Any) -> Any:
         """Return a stand-in for a tensor with values, which becomes a constant."""
         if not isinstance(value, torch.Tensor) or value.is_meta:
             return value
         if id(value) not in self._stand_ins:
-            stand_in = torch.empty_like(value, device="meta")
             name = f"constant{len(self.constants)}"
+            if not value.is_inference():
+                self._lasting.add(name)
+            # torch makes a view as of the tensor itself: of an ordinary one it cannot be another.
+            with torch.inference_mode(value.is_inference()):
+                stand_in = torch.empty_like(value, device="meta")
             # What the module has made of a list just now cannot be saved for a backward pass.
             with torch.inference_mode(False):
                 self.constants[name] = value.clone() if value.is_inference() else value
@@ -132,6 +151,11 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise ValueError(f"{function} changes {own}, which has views, in a sharded part")
             self.note(function, name, args, kwargs, target, changes=own)
             return
+        if self._lasting & {own, *(self._names[each] for each in sharing)}:
+            raise ValueError(
+                f"{function} changes a tensor in place that is neither made in a sharded part nor "
+                "a buffer of it: make it a buffer, by register_buffer()"
+            )
         if any(self._names[each] in self._leaves for each in sharing):
             raise ValueError(
                 f"{function} changes a part of a parameter or buffer in place, which a sharded "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class Traced:
 def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
     """Return the operators of a module for inputs like `example`, whose values are not read.
 
-    Raises `ValueError` for a module that reads values, or that changes what has views.
+    Raises `ValueError` for a module that reads values, that changes what has views, or that keeps
+    what a call has made. Its attributes are afterwards as they were.
     """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # Parameters of a sharded module are DTensors, whose shapes are those of whole tensors.
@@ -54,8 +56,8 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
     for each, name in zip(leaves, input_names, strict=True):
         recorder.know(each, name)
     with (
-        _unsharded(module), _plain_checkpoints(), _paths(module, recorder),
-        torch.inference_mode(), torch.enable_grad(),
+        _attributes(module, recorder, input_names), _unsharded(module), _plain_checkpoints(),
+        _paths(module, recorder), torch.inference_mode(), torch.enable_grad(),
         HeadsApart(), ListsAsTensors(), recorder,
     ):  # fmt: skip
         try:
@@ -75,6 +77,84 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
         lambda each: Ref(recorder.name(each)) if isinstance(each, torch.Tensor) else each, result
     )
     return Traced(recorder, input_names, [recorder.name(each) for each in outputs], named)
+
+
+@contextmanager
+def _attributes(module: torch.nn.Module, recorder: Record, inputs: Sequence[str]) -> Iterator[None]:
+    """Put the attributes of submodules back, and raise `ValueError` for what lasts beyond a call.
+
+    That is what is made of inputs, of parameters, or of what the attribute was before: nobody
+    would see it change. A table that is made of constants and buffers is made again in each call.
+    """
+    parameters = {name for name, _ in module.named_parameters()}
+    at_start: list[_Table] = []
+
+    def enter(*_: Any) -> None:
+        at_start.extend(_tables(module))
+
+    def leave(*_: Any) -> None:
+        for path, table, before in at_start:
+            known = dict(_entries(before))
+            for key, value in _entries(table):
+                old = known.get(key)
+                made = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+                if value is old or not made or _is_derived(table, key):
+                    continue
+                names = {recorder.name(each) for each in made} - parameters
+                if names & recorder.made_of({*inputs, *parameters, *recorder.names_of(old)}):
+                    raise ValueError(
+                        f"{_named(path, key)} gets a tensor in a sharded part, which neither the "
+                        "next call nor the caller would see: return it, or change a buffer in "
+                        "place, as by copy_()"
+                    )
+
+    kept = _tables(module)
+    handles = [
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave),
+    ]
+    try:
+        yield
+    finally:
+        for each in handles:
+            each.remove()
+        for _, table, before in kept:
+            table.clear()
+            table.update(before) if isinstance(table, dict) else table.extend(before)
+
+
+# What names of entries begin with, the dict or list that they are in, and a copy of that.
+_Table = tuple[str, Any, Any]
+
+
+def _tables(module: torch.nn.Module) -> list[_Table]:
+    """Return what the attributes of submodules are in, and dicts and lists among them."""
+    found: dict[int, _Table] = {}
+
+    def add(table: Any, path: str) -> None:
+        if type(table) not in (dict, OrderedDict, list) or id(table) in found:
+            return
+        found[id(table)] = path, table, table.copy()
+        for key, value in _entries(table):
+            add(value, path if key in ("_buffers", "_parameters") else _named(path, key))
+
+    for name, submodule in module.named_modules():
+        add(vars(submodule), name and f"{name}.")
+    return list(found.values())
+
+
+def _named(path: str, key: Any) -> str:
+    return f"{path}[{key!r}]" if path and not path.endswith(".") else f"{path}{key}"
+
+
+def _entries(table: Any) -> Any:
+    return table.items() if isinstance(table, dict) else enumerate(table)
+
+
+def _is_derived(table: Any, key: Any) -> bool:
+    """Return whether torch computes a weight anew before each call, as for its norm or pruning."""
+    own = table.get("_parameters", ()) if isinstance(table, dict) else ()
+    return f"{key}_g" in own or f"{key}_orig" in own
 
 
 @contextmanager
