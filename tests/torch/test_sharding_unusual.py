@@ -270,3 +270,33 @@ def test_a_weight_that_torch_computes_before_each_call() -> None:
     part = nn.utils.weight_norm(nn.Linear(4, 4))
     run_sharded(part, [torch.randn(4, 4)], {}, 2, lambda output, _: output.sum())
     assert not part.weight.is_meta
+
+
+class Averaged(nn.Module):
+    """A layer with a running mean of what it makes, which takes no part in gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        y = self.layer(x)
+        mean = y.mean(0)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(mean, alpha=0.1)
+        return y * self.mean
+
+
+def _detached(x: Any) -> Any:
+    y = x.tanh()
+    y.detach_()
+    return x.sin() * y
+
+
+@pytest.mark.parametrize("make", [Averaged, lambda: Called(_detached)])
+def test_what_takes_no_part_in_gradients(make: Any) -> None:
+    part = make()
+    for cuts in ((2, 1), (1, 2)):
+        found = check_against_one_process(part, [torch.randn(4, 4)], {"input0": (cuts,)}, 2)
+        assert set(found.buffers) == {name for name, _ in part.named_buffers()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -270,6 +271,8 @@ class Lowering:
             self._warn(call, choice)
         if call.draws:
             target = self._drawing(target, choice, operator)
+        if call.detached and call.changes is not None:
+            target = partial(pieces.without_gradients, target)
         node = self._builder.operator(target, args, kwargs)
         if call.changes is not None:
             self._check_change(call, call.changes, choice.inputs[0])

@@ -20,7 +20,7 @@ from hvdlite.torch.sharding.rules.rule import tensors_of
 
 aten = torch.ops.aten
 # Operators that are nothing on tensors without values.
-_NOTHING = {"lift_fresh", "detach_", "set_data", "requires_grad_"}
+_NOTHING = {"lift_fresh", "set_data", "requires_grad_"}
 _FUNCTIONAL = {"normal_": aten.normal_functional.default, "zero_": aten.zeros_like.default}
 
 
@@ -78,6 +78,10 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = self._on_meta(function, kwargs)
         name = function._schema.name.partition("::")[2]
         if name in _NOTHING:
+            return args[0]
+        if name == "detach_":  # Its values stay as they are, and views of it may be used.
+            if self.name(args[0]) not in self._leaves:
+                self.note(aten.detach.default, "detach", args, {}, args[0], renames=True)
             return args[0]
         result = function(*args, **kwargs)
         for each in tensors_of(args, kwargs):

@@ -18,6 +18,12 @@ def divided(function: Callable[..., Any], parts: int, *args: Any, **kwargs: Any)
     return result if parts == 1 else result / parts
 
 
+def without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function does while gradients are switched off."""
+    with torch.no_grad():
+        return function(*args, **kwargs)
+
+
 def scaled_sum(
     addend: torch.Tensor, product: torch.Tensor, beta: float, alpha: float
 ) -> torch.Tensor:
