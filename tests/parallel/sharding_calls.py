@@ -157,7 +157,41 @@ def check_values_beside_tensors() -> None:
     assert part(shares, np.array([4.0]), ends)[0, 0] == 4
 
 
+class Turned(torch.nn.Module):
+    """Angles of places that are exact, whatever the model around the part computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("speeds", 0.3 ** torch.arange(float(WIDTH)))
+
+    def forward(self, x: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            places = torch.arange(1000.0, 1000.0 + x.shape[1])
+            angles = places[:, None] @ self.speeds[None]
+        return self.layer(x) * angles.sin()
+
+
+def check_autocast() -> None:
+    """What a part casts otherwise than its caller is cast so, also where it was planned before."""
+    model, whole = Turned(), torch.randn(SHARE * hvd.size(), 3, WIDTH)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    whole = hvd.broadcast(whole, 0, name="whole")
+    with torch.autocast("cpu"), torch.no_grad():
+        expected = model(whole)
+        sharding.shard(
+            model, example=own(whole), strategies={"layer": ((1, 1, 1), (1, hvd.size()))}
+        )
+        with torch.autocast("cpu", enabled=False):
+            exact = model(own(whole))
+        found = model(own(whole))
+    assert found.dtype == expected.dtype and exact.dtype == torch.float32
+    torch.testing.assert_close(found, own(expected), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(exact, own(expected), rtol=2e-2, atol=2e-2)
+
+
 CHECKS = [
+    check_autocast,
     check_values_beside_tensors,
     check_shapes_are_planned_once,
     check_whole_values_are_loaded,

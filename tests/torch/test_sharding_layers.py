@@ -350,3 +350,25 @@ def test_what_is_made_of_no_input_is_whole_on_each_rank(ranks: int) -> None:
     result = run_sharded(Numbered(), [x], {}, ranks, lambda output, _rank: output.sum())
     for _, numbers in result.outputs:
         assert numbers.tolist() == [2 * each for each in range(BATCH)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_loss_has_the_dtype_that_torch_gives_it(reduction: str, autocast: bool) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Any) -> Any:
+            found = x.new_zeros(len(x), dtype=torch.int64)
+            with torch.autocast("cpu", enabled=autocast):
+                return functional.cross_entropy(x, found, reduction=reduction)
+
+    logits = torch.randn(4, 6, dtype=torch.bfloat16)
+    for cuts in ((2, 1), (1, 2)):
+        dtypes = []
+
+        def loss(output: Any, rank: int, dtypes: Any = dtypes) -> Any:
+            dtypes.append(output.dtype)
+            return output.sum()
+
+        given = {"cross_entropy_loss": (cuts, cuts[:1])}
+        run_sharded(Loss(), [logits.requires_grad_()], given, 2, loss)
+        assert dtypes == [Loss()(logits).dtype] * 2

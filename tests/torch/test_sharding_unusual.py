@@ -300,3 +300,33 @@ def test_what_takes_no_part_in_gradients(make: Any) -> None:
     for cuts in ((2, 1), (1, 2)):
         found = check_against_one_process(part, [torch.randn(4, 4)], {"input0": (cuts,)}, 2)
         assert set(found.buffers) == {name for name, _ in part.named_buffers()}
+
+
+class Mixed(nn.Module):
+    """Layers of which one runs in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]).float()
+
+    def forward(self, x: Any) -> Any:
+        first, second, third = self.layers
+        x = first(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = second(x)
+            with torch.autocast("cpu", enabled=False):
+                z = third(x)
+        return y, z
+
+
+@pytest.mark.parametrize("cuts", [((1, 1), (1, 2)), ((2, 1), (1, 1))])
+def test_autocast_inside_of_a_part(cuts: Any) -> None:
+    part, x = Mixed(), torch.randn(4, 8, dtype=torch.float32)
+    found = run_sharded(part, [x], {"layers.1": cuts}, 2, lambda output, _: output.float().sum())
+    expected = part(x)
+    (sum(each.float().sum() for each in expected) / 2).backward()
+    for index, wanted in enumerate(expected):
+        whole = torch.cat([each[index] for each in found.outputs])
+        torch.testing.assert_close(whole, wanted.detach())
+    for name, parameter in part.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=0.02, atol=0.02)

@@ -27,7 +27,7 @@ from hvdlite.torch.sharding.dtensor import DTensor
 from hvdlite.torch.sharding.graph.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.leaves import Leaves, place_of
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
-from hvdlite.torch.sharding.planning.calls import is_ref
+from hvdlite.torch.sharding.planning.calls import autocasts, is_ref
 from hvdlite.torch.sharding.planning.planner import named_tensors, plan
 from hvdlite.torch.sharding.planning.plans import Plan
 from hvdlite.torch.sharding.shares import check_shares, gathered, whole_batch
@@ -157,7 +157,8 @@ class Runner:
             else (type(each), _fixed(each))
             for each in leaves
         ]
-        return (*values, str(spec), tuple([each.training for each in self._modules]))
+        modes = tuple([each.training for each in self._modules])
+        return (*values, str(spec), modes, autocasts())
 
     def prepare(self, args: Sequence[Any]) -> _Part:
         """Make the plan for inputs like these, and cut the parameters if they are not yet."""

@@ -271,9 +271,7 @@ class Lowering:
             self._warn(call, choice)
         if call.draws:
             target = self._drawing(target, choice, operator)
-        if call.detached and call.changes is not None:
-            target = partial(pieces.without_gradients, target)
-        node = self._builder.operator(target, args, kwargs)
+        node = self._builder.operator(_in_modes(call, target), args, kwargs)
         if call.changes is not None:
             self._check_change(call, call.changes, choice.inputs[0])
             return
@@ -367,3 +365,12 @@ class Lowering:
             kind = getattr(call.target, "_schema", None)
             name = kind.name.partition("::")[2] if kind is not None else str(call.target)
             self._warnings.append((name, moved))
+
+
+def _in_modes(call: Call, target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator with the modes of torch that the module had set for it."""
+    if call.detached and call.changes is not None:  # Else the results are detached.
+        target = partial(pieces.without_gradients, target)
+    if call.autocast:
+        target = partial(pieces.with_autocast, call.autocast, target)
+    return target

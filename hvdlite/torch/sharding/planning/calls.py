@@ -21,6 +21,18 @@ class Ref:
     name: str
 
 
+# The kind of a device, whether autocast is enabled for it, and the dtype that it casts to.
+Autocast = tuple[str, bool, torch.dtype]
+
+
+def autocasts() -> tuple[Autocast, ...]:
+    """Return how operators are cast where this is called."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
 @dataclass(frozen=True)
 class Call:
     """An operator as it runs: `operator` is its name in the plan, None for one without inputs.
@@ -29,6 +41,7 @@ class Call:
     `draws`: it draws random numbers. `changes`: the parameter or buffer that it changes in place.
     `updates`: buffers that it changes beside its result. `detached`: it ran while gradients were
     switched off. `bias`: what the next call adds to this product, if the operator can do so, too.
+    `autocast`: what `autocasts` had where the module had changed it.
     """
 
     operator: str | None
@@ -43,6 +56,7 @@ class Call:
     updates: tuple[str, ...] = ()
     detached: bool = False
     bias: str | None = None
+    autocast: tuple[Autocast, ...] = ()
 
     @property
     def inputs(self) -> list[str]:

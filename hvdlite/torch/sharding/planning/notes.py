@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.common.layouts.operators import Operand, Operator
-from hvdlite.torch.sharding.planning.calls import Call, Ref, draws, updates_of
+from hvdlite.torch.sharding.planning.calls import Call, Ref, autocasts, draws, updates_of
 from hvdlite.torch.sharding.rules import images, pieces, products
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
 from hvdlite.torch.sharding.rules.rule import Rule, tensors_of
@@ -48,6 +48,8 @@ class Notes:
         self._kept: list[Any] = []
         self._by_storage: dict[int, set[int]] = {}
         self._used: set[str] = set()
+        # How the module has operators cast, which can be seen only before they are dispatched.
+        self.autocasts = self._outer_autocasts = autocasts()
 
     def name(self, tensor: torch.Tensor) -> str:
         """Return the name of a tensor, which is a new one for one that was not seen before."""
@@ -77,7 +79,7 @@ class Notes:
         results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         if not results or (changes is None and not renames and _result_is_given(result, given)):
             return
-        refs = tree_map(self._ref, (args, kwargs))
+        refs, first = tree_map(self._ref, (args, kwargs)), len(self.calls)
         if renames:
             self.know(result, f"%{len(self._kept)}")
         if name in _NEW:
@@ -98,6 +100,9 @@ class Notes:
         else:
             rule = rule_of(function, args, kwargs, result)
             self._call(function, refs, given, result, rule, changes)
+        changed = tuple(set(self.autocasts) - set(self._outer_autocasts))
+        if changed:
+            self.calls[first:] = [replace(each, autocast=changed) for each in self.calls[first:]]
 
     def _ref(self, value: Any) -> Any:
         return Ref(self.name(value)) if isinstance(value, torch.Tensor) else value

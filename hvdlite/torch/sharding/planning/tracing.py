@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvdlite.torch.sharding.planning.calls import Ref
+from hvdlite.torch.sharding.planning.calls import Ref, autocasts
 from hvdlite.torch.sharding.planning.record import Record
 from hvdlite.torch.sharding.rules.attention import HeadsApart
 from hvdlite.torch.sharding.rules.views import ListsAsTensors
@@ -58,7 +59,7 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
     with (
         _attributes(module, recorder, input_names), _unsharded(module), _plain_checkpoints(),
         _paths(module, recorder), torch.inference_mode(), torch.enable_grad(),
-        HeadsApart(), ListsAsTensors(), recorder,
+        HeadsApart(), ListsAsTensors(), _Casts(recorder), recorder,
     ):  # fmt: skip
         try:
             result = torch.func.functional_call(module, stand_ins, inputs)
@@ -169,6 +170,21 @@ def _unsharded(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for each, forward in zip(sharded, replaced, strict=True):
             each.forward = forward
+
+
+class _Casts(TorchFunctionMode):
+    """While it is entered, the record knows how the module has operators cast."""
+
+    def __init__(self, recorder: Record) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch."""
+        self._recorder.autocasts = autocasts()
+        return function(*args, **(kwargs or {}))
 
 
 class _Plain:

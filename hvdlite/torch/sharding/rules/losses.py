@@ -112,6 +112,8 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Return the losses, or this rank's summand of their sum or mean."""
     shape = target.shape
+    if torch.is_autocast_enabled(logits.device.type) and logits.element_size() < 4:
+        logits = logits.float()  # As torch does with its own.
     if logits.ndim > 2:
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
     losses, of_target = _Losses.apply(  # type: ignore[no-untyped-call]
@@ -123,4 +125,5 @@ def cross_entropy(
     total: torch.Tensor = losses.sum()
     if told.reduction == 2:
         return total
-    return total / told.classes.over_samples(of_target.sum())
+    mean: torch.Tensor = total / told.classes.over_samples(of_target.sum())
+    return mean.to(logits.dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,19 @@ def divided(function: Callable[..., Any], parts: int, *args: Any, **kwargs: Any)
 def without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what a function does while gradients are switched off."""
     with torch.no_grad():
+        return function(*args, **kwargs)
+
+
+def with_autocast(
+    states: Sequence[tuple[str, bool, torch.dtype]],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Return what a function does where autocast is set so for these kinds of devices."""
+    with ExitStack() as stack:
+        for kind, enabled, dtype in states:
+            stack.enter_context(torch.autocast(kind, dtype, enabled))
         return function(*args, **kwargs)
 
 
