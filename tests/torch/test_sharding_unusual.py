@@ -302,6 +302,16 @@ def test_what_takes_no_part_in_gradients(make: Any) -> None:
         assert set(found.buffers) == {name for name, _ in part.named_buffers()}
 
 
+@pytest.mark.parametrize("cuts", [((1, 1), (2, 1)), ((2, 1), (1, 1)), ((1, 2), (1, 1))])
+def test_a_table_with_sparse_gradients(cuts: Any) -> None:
+    """They are those of a DTensor, and no sparse ones."""
+    table, words = nn.Embedding(8, 4, padding_idx=3, sparse=True), torch.randint(8, (4, 3))
+    dense = nn.Embedding(8, 4, padding_idx=3, _weight=table.weight.detach())
+    (dense(words).sin().sum() / 2).backward()  # The average of two losses.
+    found = run_sharded(table, [words], {"": cuts}, 2, lambda output, _: output.sin().sum())
+    torch.testing.assert_close(found.gradients["weight"], dense.weight.grad)
+
+
 class Mixed(nn.Module):
     """Layers of which one runs in half precision."""
 

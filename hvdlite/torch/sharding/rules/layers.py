@@ -39,18 +39,19 @@ def group_norm(function: Any, args: Args, kwargs: Options, result: torch.Tensor)
 
 
 def embedding(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
-    """Return the rule of a lookup in a table that is cut by rows or columns."""
+    """Return the rule of a lookup in a table that is cut by rows or columns.
+
+    The gradient of the table is no sparse one, as it is a DTensor.
+    """
     (rows, width), words = args[0].shape, tuple(args[1].shape)
     padding = argument_of(function, args, kwargs, "padding_idx")
-    if argument_of(function, args, kwargs, "scale_grad_by_freq") or argument_of(
-        function, args, kwargs, "sparse"
-    ):
+    if argument_of(function, args, kwargs, "scale_grad_by_freq"):
         return None
     at = len(words)
 
     def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
         if site.cuts[at] == 1:
-            return function, given, options
+            return function, (given[0], given[1], int(padding)), {}
         first = rows // site.cuts[at] * site.coordinates[at]
         return pieces.embedding_of_rows, (given[0], given[1], first, int(padding)), {}
 
