@@ -312,6 +312,19 @@ def test_a_table_with_sparse_gradients(cuts: Any) -> None:
     torch.testing.assert_close(found.gradients["weight"], dense.weight.grad)
 
 
+def test_results_that_hide_tensors_are_refused() -> None:
+    def part(x: Any) -> Any:
+        return {"sum": x.sum(1), "beside": (1, 2.0, "a", None, True, torch.float32)}, [Hidden(x)]
+
+    class Hidden:
+        def __init__(self, tensor: Any) -> None:
+            self.tensor = tensor
+
+    with pytest.raises(ValueError, match="a sharded part returns a Hidden, whose tensors"):
+        run_sharded(Called(part), [torch.randn(4, 3)], {}, 2, lambda *_: 0)
+    run_sharded(Called(lambda x: part(x)[0]), [torch.randn(4, 3)], {}, 2, lambda *_: 0)
+
+
 class Mixed(nn.Module):
     """Layers of which one runs in half precision."""
 

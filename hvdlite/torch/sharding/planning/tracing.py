@@ -7,8 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -24,6 +27,8 @@ ORIGINAL = "_hvdlite_forward"
 # What torch's checkpoints run by, and the lock of the thread in whose trace they are replaced.
 _OF_CHECKPOINTS = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
 _CHECKPOINTS = threading.RLock()
+# What a part may return beside tensors.
+_PLAIN = (Number, np.generic, np.ndarray, str, bytes, Enum, torch.Size, torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,20 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
     outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
     for each in outputs:
         recorder.check_fresh(each, "the caller")
-    named = tree_map(
-        lambda each: Ref(recorder.name(each)) if isinstance(each, torch.Tensor) else each, result
+
+    def named(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return Ref(recorder.name(value))
+        if value is None or isinstance(value, _PLAIN):
+            return value
+        raise ValueError(
+            f"a sharded part returns a {type(value).__name__}, whose tensors would have no values: "
+            "return tensors, numbers and texts, and tuples, lists and dicts of them"
+        )
+
+    return Traced(
+        recorder, input_names, [recorder.name(each) for each in outputs], tree_map(named, result)
     )
-    return Traced(recorder, input_names, [recorder.name(each) for each in outputs], named)
 
 
 @contextmanager
