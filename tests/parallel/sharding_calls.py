@@ -190,8 +190,27 @@ def check_autocast() -> None:
     torch.testing.assert_close(exact, own(expected), rtol=2e-2, atol=2e-2)
 
 
+def check_what_parameters_carry() -> None:
+    """Their attributes and hooks are those from before, and buffers without values are told."""
+    model, seen = torch.nn.Linear(WIDTH, WIDTH), []
+    model.weight.no_decay = True
+    model.weight.register_hook(seen.append)
+    model.bias.register_post_accumulate_grad_hook(seen.append)
+    sharding.shard(model, example=own(whole_batch()))
+    model(own(whole_batch())).sum().backward()
+    assert model.weight.no_decay and len(seen) == 2 and any(each is model.bias for each in seen)
+    with torch.device("meta"):
+        turned = torch.nn.Linear(WIDTH, 2)
+        turns = torch.empty(1, dtype=torch.complex64)
+        turned.register_buffer("turns", turns, persistent=False)
+        turned.forward = lambda x: torch.view_as_complex(x[:, :2]) * turned.turns
+    sharding.shard(turned, example=own(whole_batch()))
+    sharding_steps.expect("turns has no values", lambda: turned(own(whole_batch())))
+
+
 CHECKS = [
     check_autocast,
+    check_what_parameters_carry,
     check_values_beside_tensors,
     check_shapes_are_planned_once,
     check_whole_values_are_loaded,

@@ -18,8 +18,9 @@ def distribute(
 ) -> dict[str, tuple[torch.Tensor, int]]:
     """Make parameters and buffers DTensors in these layouts, with the values of rank 0.
 
-    Those on the meta device get memory for their parts alone. Returns the buffers among these that
-    no checkpoint has, by their names: the local tensors, and the versions that they are made with.
+    Parameters keep their attributes and their hooks, which get DTensors. Those on the meta device
+    get memory for their parts alone. Returns the buffers among these that no checkpoint has, by
+    their names: the local tensors, and the versions that they are made with.
     """
     unfilled_buffers: dict[str, tuple[torch.Tensor, int]] = {}
     cut: dict[int, Any] = {}
@@ -38,6 +39,9 @@ def distribute(
         cut[id(tensor)] = value
         if isinstance(tensor, torch.nn.Parameter):
             parameter = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+            parameter.__dict__.update(tensor.__dict__)
+            parameter._backward_hooks = tensor._backward_hooks
+            parameter._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
             cut[id(tensor)] = parameter
     for submodule in module.modules():
         tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
@@ -52,7 +56,8 @@ def _unfilled(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             local[placement.dim] //= mesh.size(axis)
-    device, value = mesh.device_type, float("nan") if tensor.is_floating_point() else 0
+    is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+    device, value = mesh.device_type, 0 if is_exact else float("nan")
     return DTensor.from_local(
         torch.full(local, value, dtype=tensor.dtype, device=device), mesh, placements,
         run_check=False, shape=tensor.shape, stride=tensor.stride(),
