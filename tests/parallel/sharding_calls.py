@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 import hvdlite.torch as hvd
 from hvdlite.common.runtime.current import current
@@ -150,11 +151,34 @@ def check_values_beside_tensors() -> None:
         "rank 1 of the mesh has called": lambda: part(shares, known, ends),
         "with a bytearray, which may change": lambda: part(shares, bytearray(b"a"), ends),
         "rank 0 cannot plan" if hvd.rank() else "with a bytearray": lambda: part(
-            shares, (8.0,) if hvd.rank() else bytearray(b"a"), ends
+            shares, np.array([8.0]) if hvd.rank() else bytearray(b"a"), ends
         ),
     }.items():
         sharding_steps.expect(words, call, Exception)
     assert part(shares, np.array([4.0]), ends)[0, 0] == 4
+
+
+def check_ranks_that_call_differently() -> None:
+    """All ranks are told, also where each has a plan for its call, or would refuse it alone."""
+    part = sharding.shard(torch.nn.Dropout(0.5), ((hvd.size(), 1),))
+    scaled = sharding.shard(lambda x, scale: (x * scale).sum(0), ((1, hvd.size()),))
+    share, first = torch.ones(2, hvd.size()), hvd.rank() == 0
+    mesh = init_device_mesh("cpu", (hvd.size(),))
+    placed = distribute_tensor(torch.ones(2, hvd.size()), mesh, [Replicate()])
+    for training in (False, True):
+        part.train(training)
+        for each in (share, share.double()):
+            part(each)
+    for scale in (1, 2):
+        scaled(share, scale)
+    for call in (
+        lambda: part(share if first else share.double()),
+        lambda: part(share if first else placed),
+        lambda: scaled(share, 1 if first else 2),
+        lambda: part.train(first)(share),
+    ):
+        sharding_steps.expect("ranks 0 and 1 of the mesh call a sharded part with", call)
+    assert scaled(share, 2).sum() == 4 * hvd.size()
 
 
 class Turned(torch.nn.Module):
@@ -209,6 +233,7 @@ def check_what_parameters_carry() -> None:
 
 
 CHECKS = [
+    check_ranks_that_call_differently,
     check_autocast,
     check_what_parameters_carry,
     check_values_beside_tensors,

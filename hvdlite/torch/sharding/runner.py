@@ -93,7 +93,7 @@ class Runner:
         draws = part is None or part.lowered.draws
         seed = int(torch.randint(1 << 62, ()).item()) if draws else 0
         # Before all that one rank alone may refuse, while the others wait for it.
-        seed = check_shares(tensors, self._mesh, part is not None, seed)
+        seed = check_shares(tensors, self._mesh, part is not None, self._digest(leaves), seed)
         for index, each in enumerate(tensors):
             if isinstance(each, DTensor):
                 raise ValueError(
@@ -159,6 +159,19 @@ class Runner:
         ]
         modes = tuple([each.training for each in self._modules])
         return (*values, str(spec), modes, autocasts())
+
+    def _digest(self, leaves: Sequence[Any]) -> int:
+        """Return a number that calls on all ranks have in common: of a key as far as it is text."""
+        values = [
+            (each.dtype, isinstance(each, DTensor), isinstance(each, torch.nn.Parameter))
+            if isinstance(each, torch.Tensor)
+            else each
+            if isinstance(each, (int, float, complex, str, bytes))
+            else None
+            for each in leaves
+        ]
+        modes = bytes([bool(each.training) for each in self._modules])
+        return zlib.crc32(modes, zlib.crc32(repr((values, autocasts())).encode()))
 
     def prepare(self, args: Sequence[Any]) -> _Part:
         """Make the plan for inputs like these, and cut the parameters if they are not yet."""

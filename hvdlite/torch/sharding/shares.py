@@ -14,16 +14,18 @@ from hvdlite.common.runtime.basics import size
 from hvdlite.torch import mpi_ops
 
 
-def check_shares(tensors: Sequence[torch.Tensor], mesh: Any, is_planned: bool, seed: int) -> int:
+def check_shares(
+    tensors: Sequence[torch.Tensor], mesh: Any, is_planned: bool, digest: int, seed: int
+) -> int:
     """Return the seed of the first rank.
 
     Raises `ValueError` on all ranks if their shares differ, or if some have a plan for such a call
-    and others have not, as they would wait for each other.
+    and others have not, as they would wait for each other, or if the digests of the rest differ.
     """
     # The numbers tell where they end, so that no two lists of shapes have the same in a row.
     own = [len(tensors), *(n for each in tensors for n in (each.ndim, *each.shape))]
-    of_ranks = gathered([*own, is_planned, seed], mesh)
-    length = len(own) + 2
+    of_ranks = gathered([*own, is_planned, digest, seed], mesh)
+    length = len(own) + 3
     ranks = size() if mesh is None else mesh.size()
     rows = [of_ranks[start : start + len(own)] for start in range(0, len(of_ranks), length)]
     if rows != [own] * ranks:
@@ -31,12 +33,19 @@ def check_shares(tensors: Sequence[torch.Tensor], mesh: Any, is_planned: bool, s
             f"ranks call a sharded part with tensors of other shapes, by rank of the mesh: "
             f"{'; '.join(_shapes(of_ranks))}: each rank gives a share of the batch of equal size"
         )
-    planned = of_ranks[length - 2 :: length]
+    planned, digests = (of_ranks[length - back :: length] for back in (3, 2))
     if len(set(planned)) > 1:
         raise ValueError(
             f"rank {planned.index(1)} of the mesh has called a sharded part with such arguments "
             f"before, and rank {planned.index(0)} has not: arguments that are no tensors, and "
             "train() or eval(), are the same on all ranks"
+        )
+    if len(set(digests)) > 1:
+        other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+        raise ValueError(
+            f"ranks 0 and {other} of the mesh call a sharded part with tensors of other kinds or "
+            "dtypes, with other numbers or texts, or under another train(), eval() or autocast: "
+            "these are the same on all ranks"
         )
     return of_ranks[length - 1]
 
@@ -46,7 +55,7 @@ def _shapes(numbers: Sequence[int]) -> Iterator[str]:
     left = iter(numbers)
     for count in left:
         shapes = [tuple(itertools.islice(left, next(left))) for _ in range(count)]
-        next(left), next(left)  # whether there is a plan, and the seed
+        next(left), next(left), next(left)  # whether there is a plan, the digest and the seed
         yield ", ".join(map(str, shapes)) or "no tensor"
 
 
