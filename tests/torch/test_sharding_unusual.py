@@ -342,7 +342,7 @@ class Mixed(nn.Module):
         return y, z
 
 
-@pytest.mark.parametrize("cuts", [((1, 1), (1, 2)), ((2, 1), (1, 1))])
+@pytest.mark.parametrize("cuts", [((1, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 1))])
 def test_autocast_inside_of_a_part(cuts: Any) -> None:
     part, x = Mixed(), torch.randn(4, 8, dtype=torch.float32)
     found = run_sharded(part, [x], {"layers.1": cuts}, 2, lambda output, _: output.float().sum())
@@ -350,6 +350,6 @@ def test_autocast_inside_of_a_part(cuts: Any) -> None:
     (sum(each.float().sum() for each in expected) / 2).backward()
     for index, wanted in enumerate(expected):
         whole = torch.cat([each[index] for each in found.outputs])
-        torch.testing.assert_close(whole, wanted.detach())
+        torch.testing.assert_close(whole, wanted.detach(), rtol=0.02, atol=0.02)
     for name, parameter in part.named_parameters():
         torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=0.02, atol=0.02)

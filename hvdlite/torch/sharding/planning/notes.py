@@ -233,7 +233,7 @@ class Notes:
         self._operator(f"{base}.add", entries, (final, shape), adding, result)
         target: Callable[..., Any] = aten.add.Tensor
         args: tuple[Any, ...] = (entries[0][0], entries[1][0])
-        if channels not in (None, len(shape) - 1):
+        if channels is not None:
             target, args = pieces.add_along, (*args, channels)
         if scales:
             target, args = pieces.scaled_sum, (*reversed(args), *scales)

@@ -49,8 +49,8 @@ def scaled_sum(
 
 
 def add_along(tensor: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the sum with a vector that runs along a dimension."""
-    return tensor + values.view(-1, *[1] * (tensor.ndim - 1 - dim))
+    """Return the sum with a vector along a dimension, in the dtype that autocast may have made."""
+    return tensor + values.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1 - dim))
 
 
 def embedding_of_rows(
