@@ -209,7 +209,10 @@ def _smaller_ps(program: PsProgram) -> Iterator[PsProgram]:
             yield replace(program, **{name: getattr(program, name) - 1})
     for name in ("every", "part_bytes", "momentum", "latency", "bytes_per_second", "pause"):
         if getattr(program, name) != getattr(PLAIN_PS, name):
-            yield replace(program, **{name: getattr(PLAIN_PS, name)})
+            plain = replace(program, **{name: getattr(PLAIN_PS, name)})
+            before = plain.follows  # Its updater is loaded, too.
+            follows = before and replace(before, momentum=plain.momentum)
+            yield replace(plain, follows=follows)
     for number, blow in enumerate(program.blows):
         if blow.seconds > 0.01:
             shorter = replace(blow, seconds=blow.seconds / 2)

@@ -97,7 +97,8 @@ class Training:
             except PsRolledBack as error:
                 table.forget_rollback()
                 self.world.tell(f"{WORKER} {number}", f"goes back to step {error.version}")
-                if not program.loses and not self._has_lost_push(number, error.version):
+                before = 0 if program.back else table.steps_before
+                if not program.loses and not self._has_lost_push(number, error.version + before):
                     raise BrokenError(RESULTS, f"{WORKER} {number} goes back: {error}") from error
         table.pull(values)
         self._check_result(worker, table, values)
