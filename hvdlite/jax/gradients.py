@@ -84,7 +84,8 @@ class Reducer(reducer.Reducer):
 
     def describe(self, name: str, gradient: Any, source: Any) -> segmentation.Gradient | None:
         array = jnp.asarray(gradient)
-        return segmentation.Gradient(name, array.nbytes, array.dtype.name, source.dotted)
+        path = source.dotted if isinstance(source, _Leaf) else source
+        return segmentation.Gradient(name, array.nbytes, array.dtype.name, path)
 
     def divide_by_size(self, gradient: Any) -> Any:
         return gradient / self.reduction.process_set.size()
