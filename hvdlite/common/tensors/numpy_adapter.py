@@ -123,12 +123,9 @@ class NumpyAdapter:
         return read_splits(np.asarray(splits))
 
     def make_splits(self, splits: Sequence[int], like: Any) -> Array:
-        """Return an array of the dtype of `like`, or of one that is wide enough.
-
-        int32 is that of what is no array.
-        """
+        """Return an array of the dtype of `like` (int32: it is no array), or int64 if need be."""
         dtype = like.dtype if isinstance(like, np.ndarray) else np.dtype(np.int32)
-        return np.array(splits, np.result_type(dtype, *map(np.min_scalar_type, splits)))
+        return np.array(splits, dtype if max(splits) <= np.iinfo(dtype).max else np.int64)
 
     def finish(self, tensor: Array) -> None:
         """Do nothing: host memory needs no ordering."""

@@ -43,10 +43,12 @@ def test_a_matrix_in_place_is_flat_like_any_array() -> None:
     assert matrix.tolist() == [[7, 7], [7, 7]]
 
 
-@pytest.mark.parametrize("like", [[1], np.zeros(1, np.uint8), np.zeros(1, np.int64)])
-def test_received_splits_have_room_for_every_count(like: object) -> None:
-    for splits in ([0, 3], [300, 2], [1 << 40, 0]):
+@pytest.mark.parametrize("dtype", [None, "int8", "uint8", "int16", "int32", "int64", "uint64"])
+def test_received_splits_have_room_for_every_count(dtype: str | None) -> None:
+    """They have the dtype of the splits that were given, wherever they fit."""
+    like = [1] if dtype is None else np.zeros(1, dtype)
+    for splits in ([0, 3], [300, 2], [70_000, 1], [1 << 40, 0]):
         made = NumpyAdapter().make_splits(splits, like)
         assert made.tolist() == splits
-        if max(splits) < 100:
-            assert made.dtype == (like.dtype if isinstance(like, np.ndarray) else np.int32)
+        fits = max(splits) <= np.iinfo(dtype or "int32").max
+        assert made.dtype == ((dtype or "int32") if fits else np.int64)
