@@ -117,14 +117,15 @@ def answer(requests: RanksByRequest, members: tuple[int, ...]) -> Response:
 
     The response carries an error where the ranks disagree, or where none of them has the data.
     """
-    (request, ranks), *others = by_rank(requests)
+    ordered = by_rank(requests)
+    (request, ranks), *others = ordered
     for other, other_ranks in others:
         error = disagreement((lowest(ranks), request), (lowest(other_ranks), other))
         if error:
             return Response(request, error=error)
-    spec, ranks = SPECS[request.collective], all_ranks(requests)
-    for each, _ in by_rank(requests):
-        error = _refusal(spec, each, ranks, ranks != mask_of(members))
+    spec, present = SPECS[request.collective], all_ranks(requests)
+    for each, _ in ordered:
+        error = _refusal(spec, each, present, present != mask_of(members))
         if error:
             return Response(request, error=error)
     if not spec.varying_rows:
