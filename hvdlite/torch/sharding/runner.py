@@ -89,11 +89,13 @@ class Runner:
         leaves, spec = tree_flatten(args)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         self._start()
-        part = self._find(leaves, spec)
+        modes = self._modes()
+        part = self._find(leaves, spec, modes)
         draws = part is None or part.lowered.draws
         seed = int(torch.randint(1 << 62, ()).item()) if draws else 0
         # Before all that one rank alone may refuse, while the others wait for it.
-        seed = check_shares(tensors, self._mesh, part is not None, self._digest(leaves), seed)
+        digest = _digest(leaves, modes)
+        seed = check_shares(tensors, self._mesh, part is not None, digest, seed)
         for index, each in enumerate(tensors):
             if isinstance(each, DTensor):
                 raise ValueError(
@@ -139,39 +141,16 @@ class Runner:
         if self._collectives is None:
             self._collectives = MeshCollectives(self._mesh)
 
-    def _find(self, leaves: Sequence[Any], spec: Any) -> _Part | None:
+    def _modes(self) -> Any:
+        """Return how the module and its operators run now: train() or eval(), and autocast."""
+        return bytes([bool(each.training) for each in self._modules]), autocasts()
+
+    def _find(self, leaves: Sequence[Any], spec: Any, modes: Any) -> _Part | None:
         """Return the part for such arguments, if there is one: not for what `prepare` refuses."""
         try:
-            return self._parts.get(self._key(leaves, spec))
+            return self._parts.get(_key(leaves, spec, modes))
         except TypeError:
             return None
-
-    def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
-        """Return what two calls have in common that run alike.
-
-        Raises `TypeError` for an argument of which that cannot be said.
-        """
-        values = [
-            (tuple(each.shape), each.dtype, isinstance(each, torch.nn.Parameter))
-            if isinstance(each, torch.Tensor)
-            else (type(each), _fixed(each))
-            for each in leaves
-        ]
-        modes = tuple([each.training for each in self._modules])
-        return (*values, str(spec), modes, autocasts())
-
-    def _digest(self, leaves: Sequence[Any]) -> int:
-        """Return a number that calls on all ranks have in common: of a key as far as it is text."""
-        values = [
-            (each.dtype, isinstance(each, DTensor), isinstance(each, torch.nn.Parameter))
-            if isinstance(each, torch.Tensor)
-            else each
-            if isinstance(each, (int, float, complex, str, bytes))
-            else None
-            for each in leaves
-        ]
-        modes = bytes([bool(each.training) for each in self._modules])
-        return zlib.crc32(modes, zlib.crc32(repr((values, autocasts())).encode()))
 
     def prepare(self, args: Sequence[Any]) -> _Part:
         """Make the plan for inputs like these, and cut the parameters if they are not yet."""
@@ -182,7 +161,7 @@ class Runner:
         leaves, spec = tree_flatten(args)
 
         def make() -> Plan:
-            self._key(leaves, spec)
+            _key(leaves, spec, self._modes())  # Raises for what has no key.
             mesh = _Ranks(ranks, self._mesh)
             return plan(self._module, example, self._configured, mesh, **self._options)
 
@@ -201,7 +180,7 @@ class Runner:
         ).run()  # fmt: skip
         self._tensors = len(given)
         part = _Part(lowered, Leaves(self._module, lowered.leaves), traced.result)
-        self._parts[self._key(leaves, spec)] = part
+        self._parts[_key(leaves, spec, self._modes())] = part
         return part
 
     def _agreed(self, make: Callable[[], Plan]) -> Plan:
@@ -275,6 +254,33 @@ class _Ranks:
     def mesh(self) -> Any:
         """The numbers of its ranks, None for all of the job."""
         return None if self.whole is None else self.whole.mesh
+
+
+def _key(leaves: Sequence[Any], spec: Any, modes: Any) -> Any:
+    """Return what two calls have in common that run alike.
+
+    Raises `TypeError` for an argument of which that cannot be said.
+    """
+    values = [
+        (tuple(each.shape), each.dtype, isinstance(each, torch.nn.Parameter))
+        if isinstance(each, torch.Tensor)
+        else (type(each), _fixed(each))
+        for each in leaves
+    ]
+    return (*values, str(spec), modes)
+
+
+def _digest(leaves: Sequence[Any], modes: Any) -> int:
+    """Return a number that calls on all ranks have in common: of a key as far as it is text."""
+    values = [
+        (each.dtype, isinstance(each, DTensor), isinstance(each, torch.nn.Parameter))
+        if isinstance(each, torch.Tensor)
+        else each
+        if isinstance(each, (int, float, complex, str, bytes))
+        else None
+        for each in leaves
+    ]
+    return zlib.crc32(repr((values, modes)).encode())
 
 
 def _fixed(value: Any) -> Any:
