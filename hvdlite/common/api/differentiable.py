@@ -66,11 +66,10 @@ class Verbs(Generic[T]):
         def adjoint(gradients: list[T]) -> list[T]:
             scale = options.prescale_factor * options.postscale_factor
             gathered: list[Any] = self.gather(gradients, _gradient_name(name), back)
-            scaled = [gradient * scale for gradient in gathered]
             if options.reduce_op is not ReduceOp.SUM:
-                return scaled
+                return [gradient * scale for gradient in gathered]
             size = self._runner.ask(options.process_set.size)
-            return [self._runner.times(gradient, size) for gradient in scaled]
+            return [self._runner.times(gradient, scale, size) for gradient in gathered]
 
         return self._runner.record(
             tensors,

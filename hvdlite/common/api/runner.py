@@ -43,9 +43,9 @@ class Runner(Generic[T]):
         """
         return question()
 
-    def times(self, tensor: Any, number: Any) -> Any:
-        """Return the tensor times a number of the world."""
-        return tensor * number
+    def times(self, tensor: Any, scale: float, number: Any) -> Any:
+        """Return the tensor times `scale` and a number of the world."""
+        return tensor * (scale * number)
 
     def where(self, here: Any, tensor: T) -> T:
         """Return the tensor, or zeros in its place if `here`, a number of the world, is 0."""

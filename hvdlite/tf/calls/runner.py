@@ -117,8 +117,8 @@ class TensorFlowRunner(Runner[tf.Tensor]):
     def ask(self, question: Callable[[], int]) -> Any:
         return question() if tf.executing_eagerly() else answer(question, "HvdliteAnswer")
 
-    def times(self, tensor: tf.Tensor, number: Any) -> tf.Tensor:
-        return tensor * tf.cast(number, tensor.dtype)
+    def times(self, tensor: tf.Tensor, scale: float, number: Any) -> tf.Tensor:
+        return tensor * (scale * tf.cast(number, tensor.dtype))
 
     def where(self, here: Any, tensor: tf.Tensor) -> tf.Tensor:
         return tf.where(tf.cast(here, tf.bool), tensor, self.zeros_like(tensor))
