@@ -142,7 +142,8 @@ def load(directory: str | os.PathLike[str]) -> int:
     been loaded; add what is returned, which is less where this worker has made steps before.
 
     Raises `FileNotFoundError` where there is no checkpoint, `KeyError` for a table that it lacks,
-    `ValueError` for one that is another one here and for a damaged file, and
+    `ValueError` for one that is another one here and for a damaged file, `PsRolledBack` where a
+    server has lost steps (go on from its `version`, and call it again at this step), and
     `HorovodInternalError` where a server is lost for good.
     """
     return checkpoints.load(worker(), directory)

@@ -39,6 +39,8 @@ def load(worker: Worker, directory: str | os.PathLike[str]) -> int:
     tables = _tables_of(worker, "loaded")
     late = not worker.loads and any(table.entered_at > 0 for table in tables.values())
     answer = _in_turn(worker, tables, LOAD, directory, late=late)
+    for table in tables.values():  # A server was lost amid it, after all had said where they stand.
+        table.raise_if_rolled_back()
     worker.loads = answer["loads"] if late else worker.loads + 1
     for name, table in tables.items():
         before, of_workers = answer["steps"].get(name, (0, ()))

@@ -179,6 +179,16 @@ FOUND = {
         5, 1, 1, "sync", None, 7, every=3, latency=1e-4, pause=1e-2, back=(1, 5), rows=True,
         blows=(Blow(0.0, "kill", "worker 0", "server 0", 0.1, 1, "load"),),
     ),
+    # All had said where they stand, and the worker counted from there what it had gone back from.
+    "a server loses steps as a load comes to count": PsProgram(
+        1102124, 2, 1, "sync", None, 2, every=3, part_bytes=24, latency=1e-4, back=(1, 2),
+        rows=True,
+        blows=(
+            Blow(0.4749092331612532, "kill", "server 1", seconds=0.007370388096659466),
+            Blow(0.4752818014898619, "stop", "server 0", seconds=0.007370388096659466),
+            Blow(1e-5, "stop", "worker 0", "server 0", 0.5181723625624524, 2, "turn"),
+        ),
+    ),
     # A worker that had been silent for long came again with a push that had been counted.
     "a worker is forgotten between its push and its pull": PsProgram(
         5, 1, 2, "async", None, 4, latency=1e-4, pause=1e-3,
