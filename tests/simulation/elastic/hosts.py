@@ -91,6 +91,7 @@ class Removal:
         job, host = self._job, self._host
         if not job.network.reaches(host):
             self.code = BROKEN
+            job.unreached.add((host, self._path))
             return
         for kill in self._kills:
             group = int(kill.split()[3].removeprefix("-"))

@@ -61,6 +61,7 @@ class ElasticJob:
         self.agents: list[AgentProcess] = []  # All that have come, also those that were given up.
         self.leaders: list[Leader] = []  # What has led to them, as ssh does.
         self.folders: set[tuple[str, str]] = set()  # Of agents, by host.
+        self.unreached: set[tuple[str, str]] = set()  # Folders that were to be removed in vain.
         self.here: AgentProcess  # The one that does something.
         self._shown: dict[str, int] = {}
         self._early: set[int] = set()  # Workers that have returned before the last step.
@@ -307,13 +308,14 @@ class ElasticJob:
             if not leader.closed or leader.way.ends[FROM_LAUNCHER].open:
                 text = f"the launcher leaves its connection to {leader.way.host} open"
                 raise BrokenError(LEFT, text)
-        # Of whose folder nobody knew, or whose host cannot be reached.
+        # Of whose folder nobody knew, or whose host cannot be reached. One that comes back after
+        # the attempt to remove a folder keeps it.
         excused = {
             (each.host, each.agent.folder.path)
             for each in self.agents
             if not (each.way.is_known and self.network.reaches(each.host))
         }
-        if left_behind := sorted(self.folders - excused):
+        if left_behind := sorted(self.folders - self.unreached - excused):
             raise BrokenError(LEFT, f"folders of agents are left: {left_behind}")
 
     def _give_up(self) -> None:
