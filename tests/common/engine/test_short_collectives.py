@@ -347,9 +347,7 @@ def test_a_rank_that_has_joined_gives_nothing(patient: None) -> None:
 
 
 @pytest.mark.parametrize("scalars", [(0,), (1,), (0, 1)])
-def test_a_tensor_without_rows_is_not_taken_for_one_with_rows(
-    scalars: tuple[int, ...], patient: None
-) -> None:
+def test_a_tensor_without_rows_is_not_taken_for_one_with_rows(scalars: tuple[int, ...]) -> None:
     def main(rank: int) -> None:
         begin()
         for _ in range(3):

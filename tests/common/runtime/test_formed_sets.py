@@ -455,6 +455,7 @@ def test_a_new_set_has_not_the_segmentation_of_the_last_one_with_its_id() -> Non
             first = form_process_set([0, 1])
             set_split_strategy_by_size([30, 70], first)
             release_process_set(first)
+        until(lambda: list(sets_of_this_rank()) == [0])
         hvd.barrier()
         if rank > 0:
             second = form_process_set([1, 2])
