@@ -66,12 +66,14 @@ OF_KERAS_3 = {"loss scale", "accumulation", "passes"}
 
 # Compiled, what Keras does with each gradient by itself is one more operation of the same graph.
 BY_GRADIENT = {"weight decay", "clipnorm", "clipvalue", "average", "loss scale"}
+# By test_optimizer.py and test_loss_scaling.py.
+COMPILED_ELSEWHERE = {"adam", "average in between", "loss scaler"}
 
 
 def cases() -> Iterator[Any]:
     for name, eagerly in product(OPTIMIZERS, (False, True)):
         marks = [keras3_only] if name in OF_KERAS_3 else []
-        if name in BY_GRADIENT and not eagerly:
+        if name in BY_GRADIENT | COMPILED_ELSEWHERE and not eagerly:
             marks.append(pytest.mark.soak)
         yield pytest.param(name, eagerly, marks=marks)
 

@@ -11,8 +11,8 @@ from tests.parallel.jobs import Job, Jobs
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
-SIZES = {"worker_sharded_inference": 4, "worker_sharding_compiled": 2, "worker_sharding": 4}
-TOGETHER = "worker_sharding_together"
+SIZES = {"worker_sharded_inference": 4, "worker_sharding": 4}
+COMPILED, TOGETHER = "worker_sharding_compiled", "worker_sharding_together"
 
 
 def run_all(sizes: dict[str, int], folder: Path, seconds: float) -> Jobs:
@@ -41,6 +41,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 @pytest.mark.parametrize("name", SIZES)
 def test_each_rank_has_what_one_process_has(name: str, jobs: Jobs) -> None:
     check(jobs, name, SIZES[name])
+
+
+@pytest.mark.heavy
+def test_each_rank_has_what_one_process_has_compiled(tmp_path: Path) -> None:
+    check(run_all({COMPILED: 2}, tmp_path, seconds=220), COMPILED, 2)
 
 
 @pytest.mark.soak
