@@ -53,6 +53,8 @@ class _Paths(Sources):
         path: str = source
         return path
 
+    name_of = path_of
+
 
 class Reducer(reducer.Reducer):
     """Reduces the gradients of a pytree, at once or in the program that is being traced."""

@@ -11,6 +11,7 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.common.base.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import LEGACY, keras
 from tests.elastic_job import ElasticJob, Worker
 from tests.keras.training import apply_gradients, tensor
@@ -65,6 +66,22 @@ def test_the_vectors_of_a_state() -> None:
         check(9, 8, 4)
 
     run_ranks(2, main)
+
+
+def test_ranks_whose_keras_has_counted_differently_are_synchronized() -> None:
+    """One of them has built more models before, or has loaded this one."""
+
+    def main(rank: int) -> list[Any]:
+        for _ in range(rank):
+            network()
+        state = hvd.elastic.KerasState(network())
+        state.sync()
+        return values(state)
+
+    found = run_ranks(2, main, config=Config(check_weights=1))
+    for of_rank in found[1:]:
+        for here, there in zip(of_rank, found[0], strict=True):
+            np.testing.assert_array_equal(here, there)
 
 
 def test_a_model_must_be_built() -> None:

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
+from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import LEGACY, keras
 from hvdlite.keras.subclass import Distributed
 from hvdlite.keras.variables import optimizer_variables
 from tests.keras.training import (
+    BATCH,
     INPUTS,
     TARGETS,
     adam,
@@ -27,6 +29,7 @@ from tests.keras.training import (
     make_model,
     numpy_of,
     sgd,
+    share,
 )
 from tests.ranks import run_ranks
 
@@ -96,6 +99,30 @@ def test_load_model_goes_on_where_it_was(make: Any, ending: str, tmp_path: Path)
         return numpy_of(loaded.get_weights())
 
     assert_same(run_ranks(2, train))
+
+
+def test_one_rank_loads_what_the_others_build(tmp_path: Path) -> None:
+    """Keras begins the paths of variables that were loaded without the name of their model."""
+    path = tmp_path / "model.keras"
+    saved = make_model()
+    fit(saved, adam())
+    saved.save(path)
+
+    def main(rank: int) -> list[Any]:
+        if rank == 1:
+            model = hvd.load_model(path)
+        else:
+            model = make_model()
+            model.compile(hvd.DistributedOptimizer(adam()), keras.losses.MeanSquaredError())
+        rows = share(INPUTS, rank, 2), share(TARGETS, rank, 2)
+        begin = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
+        model.fit(*rows, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=[begin])
+        return numpy_of(model.get_weights())
+
+    found = run_ranks(2, main, config=Config(check_weights=1))
+    assert_same(found)
+    saved.fit(INPUTS, TARGETS, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_close(found[0], numpy_of(saved.get_weights()))
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS[1:])

@@ -90,7 +90,7 @@ def _difference(label: str, ranks: Sequence[int], of_ranks: Sequence[Kinds], roo
             here, there = kinds.get(name, "no such tensor"), expected.get(name, "no such tensor")
             if here != there:
                 return (
-                    f"the state's {label} is not the same on all ranks: tensor '{name}' is {there} "
+                    f"not the same on all ranks in the state's {label}: tensor '{name}' is {there} "
                     f"on rank {ranks[root]} and {here} on rank {rank}: build it alike everywhere"
                 )
     return f"the state's {label} has its tensors in another order on another rank"

@@ -12,7 +12,7 @@ from hvdlite.common.elastic.arrays import broadcast_arrays
 from hvdlite.common.elastic.source import check_same_tensors, sync_source
 from hvdlite.common.elastic.state import ObjectState
 from hvdlite.common.runtime.basics import rank
-from hvdlite.common.tensors.comparison import Compared, of_array
+from hvdlite.common.tensors.comparison import Compared, name_on_all_ranks, of_array
 
 
 class VariablesState(ObjectState):
@@ -91,10 +91,8 @@ class VariablesState(ObjectState):
             variables = self._variables()
             values = self._values(variables)
             kinds = {
-                f"{index}: {getattr(variable, 'path', variable.name)}": (
-                    f"{value.dtype.name} of shape {value.shape}"
-                )
-                for index, (variable, value) in enumerate(zip(variables, values, strict=True))
+                name: f"{value.dtype.name} of shape {value.shape}"
+                for name, value in zip(_names_of(variables), values, strict=True)
             }
             check_same_tensors(kinds, "variables", source)
             received = broadcast_arrays(values, "elastic.variables", source)
@@ -109,9 +107,13 @@ class VariablesState(ObjectState):
 
     def _tensors_to_compare(self) -> Iterator[Compared]:
         variables = self._variables_to_compare()
-        for index, value in enumerate(self._values(variables)):
-            name = getattr(variables[index], "path", variables[index].name)
-            yield of_array(f"{name} ({index})", value)
+        for name, value in zip(_names_of(variables), self._values(variables), strict=True):
+            yield of_array(name, value)
+
+
+def _names_of(variables: Sequence[Any]) -> list[str]:
+    paths = [getattr(each, "path", each.name) for each in variables]
+    return [f"{name_on_all_ranks(path)} ({index})" for index, path in enumerate(paths)]
 
 
 def _copied(value: np.ndarray[Any, Any], kept: np.ndarray[Any, Any] | None) -> Any:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-# Keras numbers layers of the same kind, over all models of a process: dense, dense_1, dense_2.
-_AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
+from hvdlite.common.tensors.comparison import name_on_all_ranks
 
 
 def inside_scalers(optimizer: Any, method: str = "compression_state") -> Any:
@@ -55,22 +54,18 @@ class Sources:
 
         The names are equal on all ranks that give the same sources in the same order.
         """
-        return [
-            f"{prefix}.{index}.{_without_numbers(path)}"
-            for index, path in enumerate(map(self.path_of, sources))
-        ]
+        return [f"{prefix}.{index}.{name}" for index, name in enumerate(map(self.name_of, sources))]
+
+    def name_of(self, source: Any) -> str:
+        """Return what all ranks call a variable, and perhaps others."""
+        return name_on_all_ranks(self.path_of(source))
 
     def path_of(self, source: Any) -> str:
-        """Return the name of a variable in its model; numbers in it may differ between ranks."""
+        """Return the name of a variable in its model, which may differ between ranks."""
         if not self.is_variable(source):
             return "tensor"
         path: str = getattr(source, "path", None) or _without_output(source.name)
         return path
-
-
-@lru_cache(maxsize=10_000)  # an eager tape asks in each step, as for the next
-def _without_numbers(path: str) -> str:
-    return _AUTOMATIC_NUMBER.sub("", path)
 
 
 @lru_cache(maxsize=10_000)

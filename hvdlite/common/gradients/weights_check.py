@@ -5,7 +5,6 @@ An optimizer counts its steps; its framework says which tensors are equal on all
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import ref
@@ -133,9 +132,7 @@ class VariablesCheck:
         if not reducer.local:
             found = state()
             shared += found
-            # Names of state have names of variables in them, and the numbers of these.
-            paths = map(reducer.sources.path_of, found)
-            names += [f"state.{n}.{re.sub('_[0-9]+', '', path)}" for n, path in enumerate(paths)]
+            names += reducer.sources.names_of("state", found)
         return self._compare(self._check, names, shared)
 
     def _check_of(self, shared: Sequence[Any]) -> WeightsCheck | None:

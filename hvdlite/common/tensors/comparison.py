@@ -10,8 +10,9 @@ Of small tensors, such as counts of steps, the bytes themselves are taken.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +24,8 @@ BLOCK_WORDS = 1024
 BLOCK_BYTES = 8 * BLOCK_WORDS
 _SMALL_BYTES = 2048  # Of a tensor whose bytes cost less than the calls that make a sum of them.
 _BLOCKS_AT_ONCE = 32  # So many stay in the cache of a core while they are mixed and summed.
+# Keras numbers layers of the same kind, over all models of a process: dense, dense_1, dense_2.
+_AUTOMATIC_NUMBER = re.compile(r"_\d+(?=[_/]|$)")
 
 
 @cache
@@ -64,6 +67,17 @@ class Compared(NamedTuple):
         """Return what ranks tell each other where they disagree."""
         digest = hashlib.blake2b(self.content(), digest_size=8).hexdigest()
         return Facts(self.dtype, self.shape, digest)
+
+
+@lru_cache(maxsize=10_000)  # An eager tape asks in each step, as for the next.
+def name_on_all_ranks(path: str) -> str:
+    """Return the part of the path of a variable of Keras that does not differ between ranks.
+
+    It may begin with the name of the model or not, where that was built or was loaded. State of an
+    optimizer has the path of its variable in its own name: adam/sequential_dense_kernel_momentum.
+    """
+    *above, name = _AUTOMATIC_NUMBER.sub("", path).split("/")[-2:]
+    return "/".join([*above, "_".join(name.split("_")[-2:])])
 
 
 def of_array(name: str, array: Array, dtype: str = "") -> Compared:
