@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.common.gradients.variables import inside_scalers
 from hvdlite.common.layouts.layout import Box, Layout
 from hvdlite.common.tensors.adapter import DTYPES
+from hvdlite.common.tensors.comparison import without_numbers
 
 Array = NDArray[Any]
 
@@ -186,6 +188,8 @@ class VariableTensors(Tensors):
             if name in tree:
                 raise ValueError(f"two variables have the name {name!r}: rename a layer")
             tree[name] = variable
+        if context.manifest is not None:
+            tree = _as_saved(tree, context.prefix, context.manifest.names)
 
         compressing = inside_scalers(thing)
         remembered = {} if compressing is None else compressing.compression_state()
@@ -211,6 +215,24 @@ class VariableTensors(Tensors):
                 "it has in part: give its inner_optimizer"
             )
         return thing.consolidate if settings.reduction.active else None
+
+
+def _as_saved(tree: dict[str, Any], prefix: str, saved: Iterable[str]) -> dict[str, Any]:
+    """Return variables by the names that they have in a checkpoint.
+
+    Keras counts layers over all models of a process: of a model that is built once more, they have
+    other numbers, and the same order.
+    """
+    names = [name.removeprefix(prefix) for name in saved if name.startswith(prefix)]
+    if tree.keys() <= set(names):
+        return tree
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(without_numbers(name), []).append(name)
+    counts = Counter(map(without_numbers, tree))
+    if any(len(alike.get(kind, ())) != count for kind, count in counts.items()):
+        return tree
+    return {alike[without_numbers(name)].pop(0): each for name, each in tree.items()}
 
 
 def _names_of_models(state: Any) -> list[str]:

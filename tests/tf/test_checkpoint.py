@@ -90,6 +90,27 @@ def test_a_model_and_its_optimizer_go_on(tmp_path: Path, hvd: Any) -> None:
     assert not np.array_equal(arrays["model"]["first/kernel"], np.zeros((4, 6)))
 
 
+def test_layers_that_keras_has_counted_further(tmp_path: Path) -> None:
+    """A model that is built once more, as in a notebook, has the same layers by other names."""
+
+    def build(layers: int) -> Any:
+        dense = [keras.layers.Dense(4) for _ in range(layers)]
+        model = keras.Sequential([keras.layers.Input((4,)), *dense])
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build(model.trainable_variables)
+        return {"model": model, "optimizer": optimizer}
+
+    saved, other = build(11), build(11)  # Of their names, 10 comes before 9.
+    step(saved["model"], saved["optimizer"])
+    hvd.checkpoint.save(tmp_path / "it", saved)
+    hvd.checkpoint.load(tmp_path / "it", other)
+    for name in saved:
+        for here, there in zip(saved[name].variables, other[name].variables, strict=True):
+            assert np.array_equal(here.numpy(), there.numpy()), here.path
+    with pytest.raises(KeyError, match="the checkpoint has no 'model.dense_"):
+        hvd.checkpoint.load(tmp_path / "it", build(12))
+
+
 def test_inference_is_whole(tmp_path: Path) -> None:
     model = network()
     layouts = keras_hvd.checkpoint.infer_layout(model, np.ones((3, 4)))

@@ -76,8 +76,13 @@ def name_on_all_ranks(path: str) -> str:
     It may begin with the name of the model or not, where that was built or was loaded. State of an
     optimizer has the path of its variable in its own name: adam/sequential_dense_kernel_momentum.
     """
-    *above, name = _AUTOMATIC_NUMBER.sub("", path).split("/")[-2:]
+    *above, name = without_numbers(path).split("/")[-2:]
     return "/".join([*above, "_".join(name.split("_")[-2:])])
+
+
+def without_numbers(path: str) -> str:
+    """Return the path of a variable of Keras as if nothing in it was counted."""
+    return _AUTOMATIC_NUMBER.sub("", path)
 
 
 def of_array(name: str, array: Array, dtype: str = "") -> Compared:
