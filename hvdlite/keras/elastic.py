@@ -24,7 +24,7 @@ from hvdlite.keras.callbacks.elastic import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from hvdlite.keras.framework import attach_state, keras, tools
+from hvdlite.keras.framework import LEGACY, attach_state, keras, tools
 from hvdlite.keras.gradient_exchange import Exchange
 from hvdlite.keras.optimizer_families import parts_of
 from hvdlite.keras.subclass import Distributed, exchange_of
@@ -79,8 +79,9 @@ class KerasState(VariablesState):
         attach_state(self.model)
         # Gradients that Keras adds up were reduced before, and so are the same on all ranks.
         optimizer = [] if self.optimizer is None else all_optimizer_variables(self.optimizer)
-        # That of Keras 2 is no variable of the optimizer; it may be a number, or a schedule.
-        rate = getattr(self.optimizer, "learning_rate", None)
+        # That of Keras 2 is no variable of the optimizer; it may be a number, or a schedule. Keras
+        # 3 asks a schedule for its rate, by the number of a step that may have failed and lost it.
+        rate = getattr(self.optimizer, "learning_rate", None) if LEGACY else None
         rates = [rate] if hasattr(rate, "assign") else []
         return without([*model_variables(self.model), *optimizer, *rates], [])
 

@@ -84,6 +84,27 @@ def test_ranks_whose_keras_has_counted_differently_are_synchronized() -> None:
             np.testing.assert_array_equal(here, there)
 
 
+@pytest.mark.skipif(LEGACY, reason="Keras 2 asks a schedule for its rate")
+def test_a_schedule_is_not_asked() -> None:
+    """With JAX, a step that fails takes the number of the step with it."""
+
+    class Refusing(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+        def __call__(self, step: Any) -> Any:
+            raise AssertionError("no step is made")
+
+        def get_config(self) -> dict[str, Any]:
+            return {}
+
+    def main(rank: int) -> None:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(Refusing())), "mse")
+        state = hvd.elastic.KerasState(model)
+        state.save()
+        state.restore()
+
+    run_ranks(1, main)
+
+
 def test_a_model_must_be_built() -> None:
     model = keras.Sequential([keras.layers.Dense(2)])
     with pytest.raises(ValueError, match="is not built"):
