@@ -167,6 +167,11 @@ def _wanted(
         raise ValueError(
             f"{name!r} has the shape {shape} here, and {record.shape} in the checkpoint{of_it}"
         )
+    if "complex" in record.dtype and "complex" not in dtype:
+        raise ValueError(
+            f"{name!r} is {dtype} here, and {record.dtype} in the checkpoint: load it as that, and "
+            "take the part of it that you want"
+        )
     if dtype != record.dtype and not options.cast:
         raise ValueError(
             f"{name!r} is {dtype} here, and {record.dtype} in the checkpoint: cast=True converts it"

@@ -155,6 +155,9 @@ def test_what_a_load_refuses(tmp_path: Path) -> None:
         refused(state, strict=False, cast=True)
     assert state["extra"] == 5
     assert np.array_equal(state["weight"], FULL)
+    hvd.checkpoint.save(tmp_path / "it", {"weight": FULL + 1j})
+    with pytest.raises(ValueError, match=r"is float32 here, and complex64.*the part of it"):
+        refused({"weight": FULL.copy()}, cast=True)
 
 
 def test_an_empty_dict_that_the_checkpoint_has_entries_for(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_layers_that_keras_has_counted_further(tmp_path: Path) -> None:
     for name in saved:
         for here, there in zip(saved[name].variables, other[name].variables, strict=True):
             assert np.array_equal(here.numpy(), there.numpy()), here.path
-    with pytest.raises(KeyError, match="the checkpoint has no 'model.dense_"):
+    with pytest.raises(KeyError, match=r"the checkpoint has no 'model\.dense_"):
         hvd.checkpoint.load(tmp_path / "it", build(12))
 
 
