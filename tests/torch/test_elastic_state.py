@@ -121,6 +121,35 @@ def test_an_optimizer_goes_on_bit_by_bit_after_a_restore() -> None:
     run_ranks(2, main)
 
 
+def test_groups_that_were_added_since_the_commit_are_added_again() -> None:
+    def main(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        twin = copy.deepcopy(model)
+        expected, optimizer = (
+            hvd.DistributedOptimizer(torch.optim.SGD(each[0].parameters(), 0.1, momentum=0.9))
+            for each in (twin, model)
+        )
+        state = TorchState(model, optimizer)
+
+        def thaw_and_train(m: Any, o: Any) -> None:
+            o.add_param_group({"params": m[1].parameters(), "lr": 0.01})
+            step(m, o)
+            step(m, o)
+
+        step(model, optimizer)
+        step(twin, expected)
+        state.commit()
+        thaw_and_train(model, optimizer)
+        state.restore()
+        thaw_and_train(model, optimizer)
+        thaw_and_train(twin, expected)
+        for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(left, right)
+
+    run_ranks(2, main)
+
+
 def test_saved_state_of_another_dtype_is_not_rounded() -> None:
     """torch's load_state_dict gives state the dtype of its parameter."""
 

@@ -131,6 +131,12 @@ class OptimizerStateHandler(StateHandler):
         self._forget_gradients()
         self._gathered = None  # Of a save that has failed.
         saved = self._saved.tree()
+        # Groups that were added since are added again by the function, which begins anew.
+        groups = self.value.param_groups
+        kept = len(saved if self.by_step else saved["param_groups"])
+        for parameter in (each for group in groups[kept:] for each in group["params"]):
+            self.value.state.pop(parameter, None)
+        del groups[kept:]
         if self.by_step:
             for group, options in zip(self.value.param_groups, saved, strict=True):
                 group.update(options)
