@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
+from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.elastic import run as elastic_run
 from hvdlite.common.runtime import worlds
 from hvdlite.numpy import elastic
@@ -45,6 +47,24 @@ def test_the_vectors_of_a_state() -> None:
         assert set(state.weights) == {9} and (state.step, state.round) == (8, 4)
 
     run_ranks(3, main)
+
+
+@pytest.mark.parametrize(
+    "make", [NumpyState, partial(hvd.elastic.ObjectState, broadcast_object, hvd.rank)]
+)
+def test_the_state_of_another_function_is_refused(make: Any) -> None:
+    """A worker that comes when the second of two begins with the first."""
+
+    def main(rank: int) -> None:
+        state = make(step=3, log=[1]) if rank else make(step=5, weights=np.ones(2))
+        if rank == 0:
+            with suppress(hvd.HorovodInternalError):  # The other one has left.
+                state.sync()
+            return
+        with pytest.raises(ValueError, match="log, step on rank 1, and step, weights on the rank"):
+            state.sync()
+
+    run_ranks(2, main)
 
 
 def test_a_sync_that_loses_its_root_halfway_leaves_the_last_save(

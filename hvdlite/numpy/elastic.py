@@ -60,7 +60,7 @@ class NumpyState(ObjectState):
         Where that rank is lost in between, the last save here stays what it was.
         """
         source = sync_source()
-        saved, arrays = self._from_source(self._saved_state), self._arrays
+        saved, arrays = self._attributes_from_source(), self._arrays
         if source.takes_part:
             if rank() != source.root_rank:
                 leaves = [leaf for _, leaf in named_leaves(saved, "state")]

@@ -230,8 +230,20 @@ class ObjectState(State):
         """Give all ranks what rank 0 saved last: as their attributes, and as their last save."""
         if not self._saved_state:
             return
-        self._saved_state = self._from_source(self._saved_state)
+        self._saved_state = self._attributes_from_source()
         self._set_attributes(self._copies(self._saved_state))
+
+    def _attributes_from_source(self) -> Any:
+        """Return what the sync's root saved last. Raises `ValueError` for that of another state."""
+        found = self._from_source(self._saved_state)
+        if found.keys() != self._saved_state.keys():
+            here, there = (", ".join(sorted(each)) for each in (self._saved_state, found))
+            raise ValueError(
+                f"the state has the attributes {here} on rank {self._rank()}, and {there} on the "
+                "rank that gives it: let all ranks make the same state. A worker that comes later "
+                "begins with the first elastic function of the script, so a job has one at a time"
+            )
+        return found
 
     def _from_source(self, obj: Any) -> Any:
         """Return the object of the sync's root, on the ranks that take part."""
