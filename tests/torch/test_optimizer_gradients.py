@@ -96,6 +96,94 @@ def test_gradients_of_one_rank_alone_are_never_applied(
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("how", ["optimizer", "optimizer to zero", "model", "nothing is set to 0"])
+def test_a_step_that_is_skipped_after_synchronize_leaves_nothing_behind(
+    options: dict[str, Any], how: str
+) -> None:
+    """As a loop does which skips infinite gradients. Then one rank has no batch, or all have."""
+    models = [net() for _ in range(2)]
+
+    def zero(model: nn.Module, optimizer: Any) -> None:
+        if how == "model":
+            model.zero_grad()
+        elif how != "nothing is set to 0":
+            optimizer.zero_grad(set_to_none=how == "optimizer")
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model, 0.01), model.named_parameters(), **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, 2 * step).backward()
+            optimizer.synchronize()
+            zero(model, optimizer)
+            if rank == 0 or step != 2 or how == "nothing is set to 0":
+                loss_of(model, rank, 2 * step + 1).backward()
+            optimizer.step()
+
+    run_ranks(2, main)
+    alone = net()
+    optimizer = sgd(alone, 0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(2):
+            if how == "nothing is set to 0":
+                (loss_of(alone, rank, 2 * step) / 2).backward()
+            if rank == 0 or step != 2 or how == "nothing is set to 0":
+                (loss_of(alone, rank, 2 * step + 1) / 2).backward()
+        optimizer.step()
+    for model in models:
+        torch.testing.assert_close(flat(model), flat(alone))
+
+
+def test_reduced_gradients_that_were_kept_are_put_back_for_the_step() -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), op=hvd.Sum)
+        before = flat(model)
+        loss_of(model, rank).backward()
+        optimizer.synchronize()
+        kept = [parameter.grad for parameter in model.parameters()]
+        optimizer.zero_grad()
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        torch.testing.assert_close(before - flat(model), reduced_gradients("Sum", 2))
+
+    run_ranks(2, main)
+
+
+def test_a_scaler_skips_a_step_and_the_next_one_is_reduced() -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model, 0.01), model.named_parameters(), shard_state=True
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step) * (torch.inf if step == 1 and rank == 1 else 1)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+
+    run_ranks(2, main)
+    alone = net()
+    optimizer = sgd(alone, 0.01)
+    for step in (0, 2):
+        optimizer.zero_grad()
+        (sum((loss_of(alone, rank, step) for rank in range(2)), torch.zeros(())) / 2).backward()
+        optimizer.step()
+    for model in models:
+        torch.testing.assert_close(flat(model), flat(alone))
+
+
 def test_gradients_that_were_set_by_hand_are_reduced() -> None:
     models = [net() for _ in range(2)]
 

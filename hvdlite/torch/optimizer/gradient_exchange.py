@@ -67,7 +67,48 @@ from hvdlite.torch.optimizer.sparsity import Layouts
 # do not gather here: they are what the user, or the tuner, wants to be sent at once.
 
 
-class GradientExchange:
+class Exchange:
+    """What an optimizer's exchange knows of its gradients, whether or not its state is whole."""
+
+    param_groups: ParamGroups
+    _synchronized = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step would apply anything."""
+        return any(
+            parameter.grad is not None
+            for group in self.param_groups
+            for parameter in group["params"]
+        )
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether the gradients are reduced ones.
+
+        It is set by a synchronize() that succeeds, until the next gradient, zero or the step. Where
+        no gradient is left, that step was skipped, and other ranks may have new ones by now.
+        """
+        return self._synchronized and self.has_gradients
+
+    @synchronized.setter
+    def synchronized(self, synchronized: bool) -> None:
+        self._synchronized = synchronized
+
+    def on_gradient(self, name: str) -> None:
+        """Take note that backward has added to this gradient."""
+        self._synchronized = False
+
+    def hook(self, parameter: torch.Tensor, name: str) -> weakref.finalize[Any, Any]:
+        """Call `on_gradient` for a parameter; return what ends it, as the end of the exchange does.
+
+        The parameter does not keep the exchange alive.
+        """
+        register: Any = parameter.register_post_accumulate_grad_hook
+        return weakref.finalize(self, register(_hook(weakref.ref(self), name)).remove)
+
+
+class GradientExchange(Exchange):
     """The exchange of one optimizer. Its methods run in the threads of training and backward."""
 
     def __init__(
@@ -83,8 +124,6 @@ class GradientExchange:
         `names` grows when parameters are added to the optimizer.
         """
         self.names, self.reduction, self._segments = names, reduction, segments
-        # True from a synchronize() that succeeds until the next gradient or the step.
-        self.synchronized = False
         self.param_groups = param_groups
         self._schedule = schedule
         label = next(iter(names.values()), "")  # This is the same on all ranks.
@@ -131,11 +170,6 @@ class GradientExchange:
         """The number of backward passes that accumulate before a gradient is sent."""
         return self._schedule.passes
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a step would apply anything."""
-        return any(parameter.grad is not None for parameter, _ in self._parameters())
-
     def watch(self) -> None:
         """Register the hooks of parameters that were added since the last call."""
         parameters = [each for group in self.param_groups for each in group["params"]]
@@ -154,16 +188,14 @@ class GradientExchange:
                 self._schedule.add(default_name)
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
-                register: Any = parameter.register_post_accumulate_grad_hook
-                hook = _hook(weakref.ref(self), self.names[parameter])
-                weakref.finalize(self, register(hook).remove)
+                self.hook(parameter, self.names[parameter])
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
         return named_by_position(self.param_groups)
 
     def on_gradient(self, name: str) -> None:
         """Count a pass that has added to this gradient. Runs in the thread of backward."""
-        self.synchronized = False
+        self._synchronized = False
         for listen in self.listeners:
             listen()
         segmented = self._segments.strategy is not None
@@ -447,7 +479,7 @@ def named_by_position(param_groups: ParamGroups) -> Iterator[tuple[torch.Tensor,
             yield parameter, f"allreduce.noname.{number}.{index}"
 
 
-def _hook(reference: weakref.ref[GradientExchange], name: str) -> Callable[[torch.Tensor], None]:
+def _hook(reference: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:
     """Return the hook of one parameter, which does not keep the exchange alive."""
 
     def hook(parameter: torch.Tensor) -> None:

@@ -164,6 +164,10 @@ class ReducingMixin(OptimizerMixin):
             )
         self._exchange.restart_count()
         super().zero_grad(*args, **kwargs)
+        # Zeros that stay are reduced once more: other ranks may add to theirs. Where None is left,
+        # reduced gradients that the user has kept may come back for the step.
+        if self._exchange.synchronized:
+            self._exchange.synchronized = False
 
     @property
     def backward_passes_per_step(self) -> int:

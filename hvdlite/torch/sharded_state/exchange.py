@@ -14,7 +14,7 @@ from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.optimizer.gradient_exchange import named_by_position
+from hvdlite.torch.optimizer.gradient_exchange import Exchange, named_by_position
 from hvdlite.torch.optimizer.sparsity import Layouts
 from hvdlite.torch.sharded_state.elementwise import beside
 from hvdlite.torch.sharded_state.shards import FlatShard, Place, State, arrange
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 ParamGroups = list[dict[str, Any]]
 
 
-class ShardedExchange:
+class ShardedExchange(Exchange):
     """The exchange of one optimizer; what `GradientExchange` is for one whose state is whole."""
 
     busy = False  # Nothing is sent before the step.
@@ -44,8 +44,8 @@ class ShardedExchange:
         """
         self.param_groups, self.names, self.passes = param_groups, names, passes
         self.reduction, self._common = reduction, common
-        # Whether the gradients of the parameters are reduced ones: from synchronize() to the step.
-        self.synchronized = False
+        # The parameters whose new gradients are noted. There are none before a synchronize().
+        self._hooked: set[Tensor] = set()
         # The state of the shards, by `FlatShard.shard`, and what the wrapped optimizer keeps beside
         # that of its parameters; its step changes both.
         self.state: defaultdict[Any, Any] = defaultdict(dict, beside(state))
@@ -219,6 +219,10 @@ class ShardedExchange:
         )
         for shard in self.shards:
             shard.show_gradients()
+        for parameter, name in named_by_position(self.param_groups):
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                self.hook(parameter, name)
         self.synchronized = True
 
     def take_gradients(self) -> None:
@@ -253,13 +257,6 @@ class ShardedExchange:
         return Operation(entries)
 
     # -- what the mixin asks of an exchange
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a step would apply anything."""
-        return any(
-            parameter.grad is not None for parameter, _ in named_by_position(self.param_groups)
-        )
 
     def watch(self) -> None:
         """Do nothing: parameters that were added are arranged with the next step."""

@@ -53,6 +53,7 @@ class ShardingMixin(ReducingMixin):
             raise TypeError(f"shard_state=True: step() takes no {', '.join(options)}")
         loss = None
         if closure is not None:
+            exchange.synchronized = False
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
