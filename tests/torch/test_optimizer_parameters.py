@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +175,64 @@ def test_parameters_that_come_or_thaw_later_are_synchronized() -> None:
         )
 
     run_ranks(2, main)
+
+
+KINDS: list[dict[str, Any]] = [
+    {}, {"groups": 1}, {"gradient_as_bucket_view": True}, {"shard_state": True}
+]  # fmt: skip
+
+
+def assign_groups(model: Any, optimizer: Any) -> None:
+    first = optimizer.param_groups[0]
+    added = {**first, "params": list(model[2].parameters()), "lr": 0.002}
+    optimizer.param_groups = [{**first, "params": [model[0].weight]}, added]
+
+
+def regroup(model: Any, optimizer: Any) -> None:
+    assign_groups(model, optimizer)
+    groups = optimizer.param_groups
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def replace_a_layer(model: Any, optimizer: Any) -> None:
+    model[0] = copy.deepcopy(model[0])
+    for group, new in zip(optimizer.param_groups, model[0].parameters(), strict=True):
+        group["params"][:] = [new]
+
+
+def delete_and_add(model: Any, optimizer: Any) -> None:
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.002})
+
+
+CHANGES = [assign_groups, regroup, replace_a_layer, delete_and_add]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_that_change_meanwhile(change: Callable[..., None], options: dict[str, Any]) -> None:
+    """The parameters are named by their positions, at which others are later."""
+    models = [net() for _ in range(2)]
+
+    def train(model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
+        for step in range(8):
+            if step == 4:
+                change(model, optimizer)
+            optimizer.zero_grad()
+            (sum(loss_of(model, rank, step) for rank in ranks) / len(ranks)).backward()
+            optimizer.step()
+
+    def made(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": [each]} for each in model[0].parameters()], lr=0.01)
+
+    def main(rank: int) -> None:
+        train(models[rank], hvd.DistributedOptimizer(made(models[rank]), **options), [rank])
+
+    run_ranks(2, main)
+    alone = net()
+    train(alone, made(alone), [0, 1])
+    for model in models:
+        torch.testing.assert_close(flat(model), flat(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_a_parameter_that_was_frozen_later_stays_as_it_is() -> None:

@@ -8,6 +8,7 @@ step -> synchronize -> send                          the rest; zeros where a gra
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import weakref
@@ -141,7 +142,8 @@ class GradientExchange(Exchange):
         self._waits_next = False
         # Results of casts by name: their memory is used again in the next step.
         self._packed: dict[str, torch.Tensor] = {}
-        self._hooked: set[torch.Tensor] = set()
+        # The hook of each parameter that is trained, until it leaves the groups.
+        self._hooked: dict[torch.Tensor, weakref.finalize[Any, Any]] = {}
         # Called when a gradient is there. Hooks of their own would cost more than what they do.
         self.listeners: tuple[Callable[[], None], ...] = ()
         # Called when a step asks for the gradients of all ranks.
@@ -171,7 +173,10 @@ class GradientExchange(Exchange):
         return self._schedule.passes
 
     def watch(self) -> None:
-        """Register the hooks of parameters that were added since the last call."""
+        """Register the hooks of new parameters, and remove those of others than the optimizer has.
+
+        Parameters that have left the groups keep their names, as they may come back.
+        """
         parameters = [each for group in self.param_groups for each in group["params"]]
         trained = [parameter.requires_grad for parameter in parameters]
         if trained == self._trained and all(map(operator.is_, parameters, self._seen)):
@@ -181,17 +186,16 @@ class GradientExchange(Exchange):
         self._seen_names = [self.names[parameter] for parameter in parameters]
 
     def _register_hooks(self) -> None:
-        for parameter, default_name in self._parameters():
-            if parameter not in self.names:
-                self.names[parameter] = default_name
-                self.segment_schedule.parameter_of[default_name] = parameter
-                self._schedule.add(default_name)
+        for parameter in name_new(self.param_groups, self.names):
+            name = self.names[parameter]
+            self.segment_schedule.parameter_of[name] = parameter
+            self._schedule.add(name)
+        parameters = dict(named_by_position(self.param_groups))
+        for parameter in self._hooked.keys() - parameters.keys():
+            self._hooked.pop(parameter)()
+        for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooked:
-                self._hooked.add(parameter)
-                self.hook(parameter, self.names[parameter])
-
-    def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
-        return named_by_position(self.param_groups)
+                self._hooked[parameter] = self.hook(parameter, self.names[parameter])
 
     def on_gradient(self, name: str) -> None:
         """Count a pass that has added to this gradient. Runs in the thread of backward."""
@@ -477,6 +481,22 @@ def named_by_position(param_groups: ParamGroups) -> Iterator[tuple[torch.Tensor,
     for number, group in enumerate(param_groups):
         for index, parameter in enumerate(group["params"]):
             yield parameter, f"allreduce.noname.{number}.{index}"
+
+
+def name_new(param_groups: ParamGroups, names: dict[torch.Tensor, str]) -> list[torch.Tensor]:
+    """Name the parameters that have no name yet by their positions; return them.
+
+    Groups that have changed may have others at these positions, so names get numbers behind them:
+    the same ones on all ranks, where groups change alike.
+    """
+    new = {each: name for each, name in named_by_position(param_groups) if each not in names}
+    used = {*names.values()} if new else set()
+    for parameter, default in new.items():
+        numbered = (f"{default}.{number}" for number in itertools.count(1))
+        name = next(each for each in itertools.chain([default], numbered) if each not in used)
+        names[parameter] = name
+        used.add(name)
+    return [*new]
 
 
 def _hook(reference: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:

@@ -57,7 +57,9 @@ class ReducingMixin(OptimizerMixin):
 
     @param_groups.setter
     def param_groups(self, groups: ParamGroups) -> None:
-        self.__dict__["param_groups"] = groups
+        self.__dict__["param_groups"] = self._exchange.param_groups = groups
+        if self._exchange.reduction.active:
+            self._exchange.watch()
 
     @property
     def _parameter_names(self) -> Names:

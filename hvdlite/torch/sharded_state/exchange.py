@@ -14,7 +14,7 @@ from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.optimizer.gradient_exchange import Exchange, named_by_position
+from hvdlite.torch.optimizer.gradient_exchange import Exchange, name_new, named_by_position
 from hvdlite.torch.optimizer.sparsity import Layouts
 from hvdlite.torch.sharded_state.elementwise import beside
 from hvdlite.torch.sharded_state.shards import FlatShard, Place, State, arrange
@@ -55,8 +55,9 @@ class ShardedExchange(Exchange):
         self._loaded: dict[Tensor, State] | None = of_parameters or None
         # The state of parameters that are in no shard: frozen, or not used by any rank so far.
         self.kept: dict[Tensor, State] = {}
-        # The trained parameters, and the ranks, for which the shards were arranged.
-        self._arranged_for: tuple[tuple[str, ...], tuple[int, ...]] | None = None
+        # The trained parameters with their groups, and the ranks, for which the shards were
+        # arranged.
+        self._arranged_for: tuple[list[tuple[str, int]], tuple[int, ...]] | None = None
         label = next(iter(names.values()), "")  # This is the same on all ranks.
         self._layouts = Layouts(reduction, label)
         # The era of the ranks that have agreed on which parameters are used.
@@ -67,16 +68,15 @@ class ShardedExchange(Exchange):
     # -- shards
 
     def ensure(self, *, for_step: bool = False) -> None:
-        """Arrange the shards anew where parameters, ranks or loaded state are others than before.
+        """Arrange the shards anew where parameters, groups, ranks or loaded state have changed.
 
         Parameters of another dtype or on another device are others, too. `for_step`: ask
         the other ranks for gradients that this rank lacks; all ranks take part. Raises
         `RuntimeError` where the ranks have changed, and the state is that of the old ones.
         """
-        for parameter, default in named_by_position(self.param_groups):
-            self.names.setdefault(parameter, default)
+        name_new(self.param_groups, self.names)
         trained = self._find_trained(for_step)
-        arranged_for = tuple(trained.values()), self._members()
+        arranged_for = self._with_groups({*trained.values()}), self._members()
         if (
             arranged_for == self._arranged_for
             and self._loaded is None
@@ -109,8 +109,7 @@ class ShardedExchange(Exchange):
 
     def arrange_as(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Arrange the shards as saved ones. Raises `ValueError` where the parameters are others."""
-        for parameter, default in named_by_position(self.param_groups):
-            self.names.setdefault(parameter, default)
+        name_new(self.param_groups, self.names)
         own = {
             self.names[parameter]: (number, parameter)
             for number, group in enumerate(self.param_groups)
@@ -140,8 +139,15 @@ class ShardedExchange(Exchange):
         arranged = {name for flat in saved for name in flat["parameters"]}
         self._used |= arranged
         # The next step arranges them anew where it trains others, such as those that are thawed.
-        names = (self.names[parameter] for parameter, _ in named_by_position(self.param_groups))
-        self._arranged_for = tuple(name for name in names if name in arranged), self._members()
+        self._arranged_for = self._with_groups(arranged), self._members()
+
+    def _with_groups(self, names: Set[str]) -> list[tuple[str, int]]:
+        return [
+            (self.names[parameter], number)
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if self.names[parameter] in names
+        ]
 
     def _forget_state(self) -> None:
         """Forget the state of shards that are no longer."""
