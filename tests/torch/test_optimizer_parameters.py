@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -255,17 +256,24 @@ def test_a_parameter_that_was_frozen_later_stays_as_it_is() -> None:
     run_ranks(2, main)
 
 
-def test_a_new_optimizer_takes_over_from_one_that_was_thrown_away() -> None:
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_new_optimizer_takes_over_from_one_that_was_thrown_away(options: dict[str, Any]) -> None:
     models = [net() for _ in range(2)]
 
     def main(rank: int) -> None:
         model = models[rank]
-        for step in range(2):
-            optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        for step in range(6):
+            if step % 3 == 0:
+                optimizer = hvd.DistributedOptimizer(
+                    sgd(model), model.named_parameters(), **options
+                )
             loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-            del optimizer
+            if step % 3 == 2:
+                reference = weakref.ref(optimizer)
+                del optimizer
+                assert reference() is None, "it waits for the garbage collector"
 
     run_ranks(2, main)
     assert torch.equal(flat(models[0]), flat(models[1]))
