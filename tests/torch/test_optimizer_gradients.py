@@ -75,7 +75,12 @@ def spoil_by_skipping(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-SPOILERS = [spoil_by_clipping, spoil_by_replacing, spoil_by_skipping]
+def spoil_by_cancelling(model: nn.Module, optimizer: Any) -> None:
+    next(model.parameters()).grad = None
+    optimizer.step()
+
+
+SPOILERS = [spoil_by_clipping, spoil_by_replacing, spoil_by_skipping, spoil_by_cancelling]
 
 
 @pytest.mark.parametrize("spoil", SPOILERS)
@@ -221,6 +226,39 @@ def test_gradients_of_other_strides_are_not_taken_for_changed(
     sgd(start).step()
     torch.testing.assert_close(flat(models[0]), flat(start))
     assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"compression": hvd.Compression.fp16}, {"groups": 1}],
+    ids=str,
+)
+def test_a_gradient_is_set_to_none_after_backward(options: dict[str, Any]) -> None:
+    """As for a layer that is to stay as it is: after synchronize() it does, before is an error."""
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model, 0.01), model.named_parameters(), **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if step == 3:  # The others have what they wait for, and go on.
+                if rank == 0:
+                    model[2].bias.grad = None
+                    with pytest.raises(RuntimeError, match=r"2\.bias was set to None after"):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+                break
+            optimizer.synchronize()
+            before = model[2].bias.clone()
+            model[2].bias.grad = None
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            assert torch.equal(model[2].bias, before)
+
+    run_ranks(2, main)
 
 
 def test_zero_grad_while_gradients_travel() -> None:
