@@ -116,6 +116,27 @@ def test_a_model_that_is_moved_after_synchronize_trains_as_before() -> None:
         both(2, OPTIMIZERS["adam"], body)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_while_a_rank_has_joined_is_an_error(size: int) -> None:
+    def main(rank: int) -> None:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["adam"](model.parameters()), model.named_parameters(), shard_state=True
+        )
+        train(rank, model, optimizer)
+        if rank:
+            optimizer.zero_grad()
+            backward(model, batches(rank)[0])
+            for call in (optimizer.synchronize, optimizer.consolidate, optimizer.step):
+                with pytest.raises(
+                    hvd.HorovodInternalError, match="has joined, and with shard_sta"
+                ):
+                    call()
+        hvd.join()
+
+    run_ranks(size, main)
+
+
 def test_schedulers_closures_and_groups() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *others = parameters

@@ -10,6 +10,8 @@ import torch
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import Operation, start
+from hvdlite.common.api.tensor_entries import NO_ROOM
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -216,13 +218,7 @@ class ShardedExchange(Exchange):
             return
         self.ensure(for_step=True)
         self._reduce()
-        gather = CallOptions(self.reduction.process_set)
-        _wait(
-            [
-                self._start("allgather", shard, shard.shard_gradient, shard.gradient, gather)
-                for shard in self.shards
-            ]
-        )
+        self._gather([(each, each.shard_gradient, each.gradient) for each in self.shards])
         for shard in self.shards:
             shard.show_gradients()
         for parameter, name in named_by_position(self.param_groups):
@@ -240,15 +236,26 @@ class ShardedExchange(Exchange):
 
     def gather_parameters(self) -> None:
         """Send the shards that a step has changed to all ranks."""
-        gather = CallOptions(self.reduction.process_set)
-        _wait(
-            [
-                self._start("allgather", shard, shard.shard.detach(), shard.data, gather)
-                for shard in self.shards
-            ]
-        )
+        self._gather([(each, each.shard.detach(), each.data) for each in self.shards])
         for shard in self.shards:
             shard.mark_changed()
+
+    def _gather(self, parts: Sequence[tuple[FlatShard, Tensor, Tensor]]) -> None:
+        """Gather a part of each shard from all ranks, into the tensor that comes after it.
+
+        Raises `HorovodInternalError` where a rank has joined, which gives none.
+        """
+        options = CallOptions(self.reduction.process_set)
+        try:
+            _wait([self._start("allgather", *part, options) for part in parts])
+        except HorovodInternalError as error:
+            if NO_ROOM not in str(error):
+                raise
+            raise HorovodInternalError(
+                "a rank has joined, and with shard_state=True its part of the weights or of their "
+                "state is missing: let all ranks make equally many steps, or leave shard_state out",
+                job_goes_on=True,
+            ) from error
 
     def _start(
         self,
@@ -282,7 +289,6 @@ class ShardedExchange(Exchange):
         """Return the state of each parameter; all ranks take part where there is any."""
         states = dict(self.kept)
         self._check_members()
-        gather = CallOptions(self.reduction.process_set)
         for shard in self.shards:
             state = self.state.get(shard.shard)
             if not state:
@@ -291,7 +297,7 @@ class ShardedExchange(Exchange):
             for name, value in state.items():
                 if shard.is_cut(value):
                     buffer = shard.allocate(value.dtype)
-                    _wait([self._start("allgather", shard, value, buffer, gather)])
+                    self._gather([(shard, value, buffer)])
                     gathered[name] = buffer
             states.update(shard.join(state, gathered))
         return states
