@@ -118,6 +118,22 @@ def test_a_gradient_that_was_set_to_none_comes_back() -> None:
     check_same(model, oracle)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_were_moved_with_the_model_come_back(set_to_none: bool) -> None:
+    model, oracle = net(), net()
+    flat = taken(model)
+    for moved in (model, oracle):
+        moved.to(memory_format=torch.channels_last).double().float()  # type: ignore[call-overload]
+        moved.zero_grad(set_to_none=set_to_none)
+        backward(moved, 1)
+    for mine, other in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert other.grad is not None
+        assert torch.equal(flat.adopt(mine), other.grad)
+    total = sum(p.grad.sum() for p in oracle.parameters() if p.grad is not None)
+    torch.testing.assert_close(flat.buffer.sum(), total)
+    assert all(holds(flat, parameter) for parameter in model.parameters())
+
+
 def test_another_name_for_the_same_memory_is_not_copied() -> None:
     model = net()
     flat = taken(model)
@@ -172,6 +188,16 @@ def test_a_gradient_of_another_dtype_is_refused() -> None:
     model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
     with pytest.raises(TypeError, match=r"parameter 1 .*float64.*float32.*convert the model"):
         flat.adopt(model.bias)
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_gradient_of_another_shape_is_refused(rows: int) -> None:
+    model = nn.Linear(2, 2)
+    flat = FlatGradients(list(model.parameters()), {model.weight: "head"})
+    model.weight.data = torch.ones(rows, 2)
+    model.weight.sum().backward()
+    with pytest.raises(ValueError, match=rf"head, of shape \({rows}, 2\).*shape \(2, 2\)"):
+        flat.adopt(model.weight)
 
 
 def test_no_gradient_to_take_is_an_error() -> None:

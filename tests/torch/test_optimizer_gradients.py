@@ -75,7 +75,12 @@ def spoil_by_skipping(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-SPOILERS = [spoil_by_clipping, spoil_by_replacing, spoil_by_skipping]
+def spoil_by_cancelling(model: nn.Module, optimizer: Any) -> None:
+    next(model.parameters()).grad = None
+    optimizer.step()
+
+
+SPOILERS = [spoil_by_clipping, spoil_by_replacing, spoil_by_skipping, spoil_by_cancelling]
 
 
 @pytest.mark.parametrize("spoil", SPOILERS)
@@ -94,6 +99,94 @@ def test_gradients_of_one_rank_alone_are_never_applied(
         assert torch.equal(flat(model), before)
 
     run_ranks(2, main)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("how", ["optimizer", "optimizer to zero", "model", "nothing is set to 0"])
+def test_a_step_that_is_skipped_after_synchronize_leaves_nothing_behind(
+    options: dict[str, Any], how: str
+) -> None:
+    """As a loop does which skips infinite gradients. Then one rank has no batch, or all have."""
+    models = [net() for _ in range(2)]
+
+    def zero(model: nn.Module, optimizer: Any) -> None:
+        if how == "model":
+            model.zero_grad()
+        elif how != "nothing is set to 0":
+            optimizer.zero_grad(set_to_none=how == "optimizer")
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model, 0.01), model.named_parameters(), **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, 2 * step).backward()
+            optimizer.synchronize()
+            zero(model, optimizer)
+            if rank == 0 or step != 2 or how == "nothing is set to 0":
+                loss_of(model, rank, 2 * step + 1).backward()
+            optimizer.step()
+
+    run_ranks(2, main)
+    alone = net()
+    optimizer = sgd(alone, 0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(2):
+            if how == "nothing is set to 0":
+                (loss_of(alone, rank, 2 * step) / 2).backward()
+            if rank == 0 or step != 2 or how == "nothing is set to 0":
+                (loss_of(alone, rank, 2 * step + 1) / 2).backward()
+        optimizer.step()
+    for model in models:
+        torch.testing.assert_close(flat(model), flat(alone))
+
+
+def test_reduced_gradients_that_were_kept_are_put_back_for_the_step() -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), op=hvd.Sum)
+        before = flat(model)
+        loss_of(model, rank).backward()
+        optimizer.synchronize()
+        kept = [parameter.grad for parameter in model.parameters()]
+        optimizer.zero_grad()
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        torch.testing.assert_close(before - flat(model), reduced_gradients("Sum", 2))
+
+    run_ranks(2, main)
+
+
+def test_a_scaler_skips_a_step_and_the_next_one_is_reduced() -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model, 0.01), model.named_parameters(), shard_state=True
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step) * (torch.inf if step == 1 and rank == 1 else 1)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+
+    run_ranks(2, main)
+    alone = net()
+    optimizer = sgd(alone, 0.01)
+    for step in (0, 2):
+        optimizer.zero_grad()
+        (sum((loss_of(alone, rank, step) for rank in range(2)), torch.zeros(())) / 2).backward()
+        optimizer.step()
+    for model in models:
+        torch.testing.assert_close(flat(model), flat(alone))
 
 
 def test_gradients_that_were_set_by_hand_are_reduced() -> None:
@@ -133,6 +226,39 @@ def test_gradients_of_other_strides_are_not_taken_for_changed(
     sgd(start).step()
     torch.testing.assert_close(flat(models[0]), flat(start))
     assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"compression": hvd.Compression.fp16}, {"groups": 1}],
+    ids=str,
+)
+def test_a_gradient_is_set_to_none_after_backward(options: dict[str, Any]) -> None:
+    """As for a layer that is to stay as it is: after synchronize() it does, before is an error."""
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model, 0.01), model.named_parameters(), **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if step == 3:  # The others have what they wait for, and go on.
+                if rank == 0:
+                    model[2].bias.grad = None
+                    with pytest.raises(RuntimeError, match=r"2\.bias was set to None after"):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+                break
+            optimizer.synchronize()
+            before = model[2].bias.clone()
+            model[2].bias.grad = None
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            assert torch.equal(model[2].bias, before)
+
+    run_ranks(2, main)
 
 
 def test_zero_grad_while_gradients_travel() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +178,64 @@ def test_parameters_that_come_or_thaw_later_are_synchronized() -> None:
     run_ranks(2, main)
 
 
+KINDS: list[dict[str, Any]] = [
+    {}, {"groups": 1}, {"gradient_as_bucket_view": True}, {"shard_state": True}
+]  # fmt: skip
+
+
+def assign_groups(model: Any, optimizer: Any) -> None:
+    first = optimizer.param_groups[0]
+    added = {**first, "params": list(model[2].parameters()), "lr": 0.002}
+    optimizer.param_groups = [{**first, "params": [model[0].weight]}, added]
+
+
+def regroup(model: Any, optimizer: Any) -> None:
+    assign_groups(model, optimizer)
+    groups = optimizer.param_groups
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def replace_a_layer(model: Any, optimizer: Any) -> None:
+    model[0] = copy.deepcopy(model[0])
+    for group, new in zip(optimizer.param_groups, model[0].parameters(), strict=True):
+        group["params"][:] = [new]
+
+
+def delete_and_add(model: Any, optimizer: Any) -> None:
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.002})
+
+
+CHANGES = [assign_groups, regroup, replace_a_layer, delete_and_add]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_that_change_meanwhile(change: Callable[..., None], options: dict[str, Any]) -> None:
+    """The parameters are named by their positions, at which others are later."""
+    models = [net() for _ in range(2)]
+
+    def train(model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
+        for step in range(8):
+            if step == 4:
+                change(model, optimizer)
+            optimizer.zero_grad()
+            (sum(loss_of(model, rank, step) for rank in ranks) / len(ranks)).backward()
+            optimizer.step()
+
+    def made(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": [each]} for each in model[0].parameters()], lr=0.01)
+
+    def main(rank: int) -> None:
+        train(models[rank], hvd.DistributedOptimizer(made(models[rank]), **options), [rank])
+
+    run_ranks(2, main)
+    alone = net()
+    train(alone, made(alone), [0, 1])
+    for model in models:
+        torch.testing.assert_close(flat(model), flat(alone), rtol=1e-4, atol=1e-4)
+
+
 def test_a_parameter_that_was_frozen_later_stays_as_it_is() -> None:
     models = [net() for _ in range(2)]
 
@@ -195,17 +256,24 @@ def test_a_parameter_that_was_frozen_later_stays_as_it_is() -> None:
     run_ranks(2, main)
 
 
-def test_a_new_optimizer_takes_over_from_one_that_was_thrown_away() -> None:
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_new_optimizer_takes_over_from_one_that_was_thrown_away(options: dict[str, Any]) -> None:
     models = [net() for _ in range(2)]
 
     def main(rank: int) -> None:
         model = models[rank]
-        for step in range(2):
-            optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        for step in range(6):
+            if step % 3 == 0:
+                optimizer = hvd.DistributedOptimizer(
+                    sgd(model), model.named_parameters(), **options
+                )
             loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-            del optimizer
+            if step % 3 == 2:
+                reference = weakref.ref(optimizer)
+                del optimizer
+                assert reference() is None, "it waits for the garbage collector"
 
     run_ranks(2, main)
     assert torch.equal(flat(models[0]), flat(models[1]))

@@ -185,19 +185,6 @@ def test_a_gradient_that_one_rank_lacks() -> None:
     run_ranks(2, main)
 
 
-def test_a_gradient_is_set_to_none_while_it_is_reduced() -> None:
-    def main(rank: int) -> None:
-        gradients = Gradients((3,), (4,))
-        for step in range(3):
-            for index, parameter in enumerate(gradients.parameters):
-                (parameter * values(rank, step, index, tuple(parameter.shape))).sum().backward()
-            gradients.parameters[0].grad = None
-            gradients.step(step)
-            gradients.optimizer.zero_grad()
-
-    run_ranks(2, main)
-
-
 @pytest.mark.parametrize("passes", [1, 3])
 def test_passes_accumulate(passes: int) -> None:
     def main(rank: int) -> None:

@@ -86,6 +86,38 @@ def test_gradients_that_live_in_segments(options: dict[str, Any], set_to_none: b
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("movers", [[0], [0, 1]])
+@pytest.mark.parametrize("fuses", [None, False])
+def test_a_model_that_is_moved_trains_as_before(movers: list[int], fuses: bool | None) -> None:
+    models = [conv_net() for _ in range(SIZE)]
+
+    def train(model: nn.Module, optimizer: Any, ranks: list[int], moves: bool) -> None:
+        for number in range(5):
+            if number == 2 and moves:
+                model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+                model.double().float()
+            optimizer.zero_grad()
+            for rank in ranks:
+                (model(images(rank, number)).square().sum() / len(ranks)).backward()
+            optimizer.step()
+
+    def main(rank: int) -> None:
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(models[rank].parameters(), lr=0.01),
+            models[rank].named_parameters(),
+            gradient_as_bucket_view=True,
+            fuse_all_optimizer_ops=fuses,
+        )
+        train(models[rank], optimizer, [rank], rank in movers)
+
+    run_ranks(SIZE, main)
+    alone = conv_net()
+    train(alone, torch.optim.Adam(alone.parameters(), lr=0.01), [*range(SIZE)], moves=False)
+    for model in models:
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(("as_views", "times"), [(False, 2), (True, 0)])
 def test_gradients_that_stay_keep_no_memory_for_others(
     as_views: bool, times: int, monkeypatch: pytest.MonkeyPatch

@@ -374,17 +374,20 @@ def test_auto_settles_where_one_rank_never_has_some_gradient() -> None:
 
 
 @pytest.mark.parametrize("as_views", [False, True])
-def test_a_gradient_that_was_dropped_before_the_step_counts_on_all_ranks(as_views: bool) -> None:
+def test_gradients_that_were_dropped_before_the_step_leave_segments_alike(as_views: bool) -> None:
     models = [Branches() for _ in range(SIZE)]
 
     def main(rank: int) -> None:
         model = models[rank]
         optimizer = wrap(model, segmentation="size:100", gradient_as_bucket_view=as_views)
-        for number in range(4):
-            model(torch.ones(2, 4), number < 2 or rank == 0).backward()
-            if number >= 2:
-                model.zero_grad()  # what travels arrives all the same
-            optimizer.step()
+        for number in range(6):
+            model(torch.ones(2, 4), number < 4 or rank == 0).backward()
+            if number in (2, 3):
+                model.zero_grad()
+                with pytest.raises(RuntimeError, match="was set to None after it was sent"):
+                    optimizer.step()
+            else:
+                optimizer.step()
             model.zero_grad()
 
     run_ranks(SIZE, main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -99,6 +100,43 @@ def test_gradients_are_clipped_as_without_shards() -> None:
     both(3, OPTIMIZERS["momentum"], body)
 
 
+def test_a_model_that_is_moved_after_synchronize_trains_as_before() -> None:
+    def body(rank: int, model: Any, optimizer: Any) -> None:
+        for number, batch in enumerate(batches(rank)):
+            if number == 2:
+                model.double().float()
+            optimizer.zero_grad(set_to_none=False)
+            backward(model, batch)
+            if number == 1:
+                optimizer.synchronize()
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the step() after synchronize()
+        both(2, OPTIMIZERS["adam"], body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_while_a_rank_has_joined_is_an_error(size: int) -> None:
+    def main(rank: int) -> None:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["adam"](model.parameters()), model.named_parameters(), shard_state=True
+        )
+        train(rank, model, optimizer)
+        if rank:
+            optimizer.zero_grad()
+            backward(model, batches(rank)[0])
+            for call in (optimizer.synchronize, optimizer.consolidate, optimizer.step):
+                with pytest.raises(
+                    hvd.HorovodInternalError, match="has joined, and with shard_sta"
+                ):
+                    call()
+        hvd.join()
+
+    run_ranks(size, main)
+
+
 def test_schedulers_closures_and_groups() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *others = parameters
@@ -174,6 +212,30 @@ def test_parameters_that_become_others_of_another_dtype() -> None:
         assert all(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     both(2, OPTIMIZERS["sgd"], body)
+
+
+def test_parameters_that_are_resized() -> None:
+    """Without state they are stepped as they are; state of another shape is an error."""
+
+    def body(rank: int, model: Any, optimizer: Any) -> None:
+        for size in (2, 1, 3):
+            model[-1].weight.data = torch.ones(size, 7)
+            optimizer.zero_grad()
+            model(batches(rank)[0][0]).square().sum().backward()
+            optimizer.step()
+            assert model[-1].weight.shape == (size, 7)
+
+    both(2, OPTIMIZERS["sgd"], body)
+
+    def with_state(rank: int) -> None:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters()), model.named_parameters(), shard_state=True
+        )
+        with pytest.raises(ValueError, match=r"shape \(1, 7\).* exp_avg the shape \(2, 7\)"):
+            body(rank, model, optimizer)
+
+    run_ranks(2, with_state)
 
 
 class Lamb(torch.optim.SGD):

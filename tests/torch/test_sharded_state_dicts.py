@@ -244,6 +244,39 @@ def test_elastic_states_keep_all_of_it_for_any_number_of_ranks() -> None:
     assert same(weights_0, weights_1)
 
 
+@pytest.mark.parametrize("shard_state", [False, True])
+@pytest.mark.parametrize("form", ["state_dict", "consolidate"])
+def test_the_hooks_of_state_dicts_are_called(shard_state: bool, form: str) -> None:
+    def main(rank: int) -> None:
+        model, calls = network(), []
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["adam"](model.parameters()), shard_state=shard_state
+        )
+
+        def after_saving(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            calls.append("saved")
+            return {**state_dict, "note": 7}
+
+        def before_loading(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            calls.append(f"loads {state_dict.pop('note')}")
+            groups = [{**group, "lr": 0.5} for group in state_dict["param_groups"]]
+            return {**state_dict, "param_groups": groups}
+
+        optimizer.register_state_dict_pre_hook(lambda _: calls.append("saves"))
+        optimizer.register_state_dict_post_hook(after_saving)
+        optimizer.register_load_state_dict_pre_hook(before_loading)
+        optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+        train(rank, model, optimizer)
+        saved = getattr(optimizer, form if shard_state else "state_dict")()
+        optimizer.load_state_dict(saved)
+        assert calls == ["saves", "saved", "loads 7", "loaded"]
+        assert saved["note"] == 7
+        assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+        train(rank, model, optimizer)
+
+    run_ranks(2, main)
+
+
 def test_commits_by_step_are_refused() -> None:
     def main(rank: int) -> None:
         model = network()

@@ -24,6 +24,8 @@ from hvdlite.common.tensors.adapter import (
 
 T = TypeVar("T")
 
+NO_ROOM = "the target has"  # The text of the error of a result that is larger or smaller.
+
 
 class TensorEntry(Entry, Generic[T]):
     """A tensor on its way through the engine."""
@@ -97,7 +99,7 @@ class TensorEntry(Entry, Generic[T]):
         """Let the entry fail after its run, as the target has no room for the result."""
         request = self.request
         self._error = (
-            f"{request.collective} '{request.name}': the target has {room} "
+            f"{request.collective} '{request.name}': {NO_ROOM} {room} "
             f"elements, and the result has {math.prod(shape)}, of the shape {list(shape)}"
         )
         self._output = None

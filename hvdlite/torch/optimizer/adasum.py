@@ -12,7 +12,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig, check_passes
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.optimizer.gradient_exchange import named_by_position
+from hvdlite.torch.optimizer.gradient_exchange import name_new, named_by_position
 from hvdlite.torch.subclass import OptimizerMixin
 
 
@@ -69,13 +69,12 @@ class AdasumMixin(OptimizerMixin):
 
     def _combine(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
         compression, process_set = self._reduction.compression, self._reduction.process_set
-        default_names = dict(named_by_position(self.param_groups))
+        name_new(self.param_groups, self._names)
         in_flight = []
         for parameter, start in starts.items():
-            name = self._names.setdefault(parameter, default_names[parameter])
             packed, context = compression.compress(parameter - start)
             handle = mpi_ops.allreduce_async_(
-                packed, name=name, op=ReduceOp.ADASUM, process_set=process_set
+                packed, name=self._names[parameter], op=ReduceOp.ADASUM, process_set=process_set
             )
             in_flight.append((parameter, start, packed, context, handle))
         error: HorovodInternalError | None = None

@@ -103,20 +103,35 @@ class FlatGradients:
         self._names = names or {}
         self.layout = FlatLayout(self.parameters)
         self.buffer = self.layout.allocate()
-        self._views = dict(zip(self.parameters, self.layout.views(self.buffer), strict=True))
+        views = self.layout.views(self.buffer)
+        # Each view with its address.
+        self._views = {
+            parameter: (view, view.data_ptr())
+            for parameter, view in zip(self.parameters, views, strict=True)
+        }
+
+    def _make_view(self, parameter: torch.Tensor) -> torch.Tensor:
+        views = self.layout.views(self.buffer)
+        view = next(
+            view for member, view in zip(self.parameters, views, strict=True) if member is parameter
+        )
+        self._views[parameter] = view, view.data_ptr()
+        return view
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the place of its gradient. Raises `KeyError` for one of another segment."""
-        return self._views[parameter]
+        return self._views[parameter][0]
 
     @torch.no_grad()
     def adopt(self, parameter: torch.Tensor) -> torch.Tensor:
         """Make the view the gradient of this parameter, with the gradient's values; return it.
 
-        Raises `ValueError` when there is no gradient, and `TypeError` for one that is sparse or
-        of another dtype or device.
+        Raises `ValueError` when there is no gradient, or one of another shape, and `TypeError` for
+        one that is sparse or of another dtype or device.
         """
-        view, gradient = self._views[parameter], parameter.grad
+        (view, address), gradient = self._views[parameter], parameter.grad
+        if view.data_ptr() != address:  # Module.to() and the like gave it other memory.
+            view = self._make_view(parameter)
         if gradient is view:
             return view
         if gradient is None:
@@ -139,6 +154,13 @@ class FlatGradients:
                 f"the gradient of {self._describe(parameter)} is {gradient.dtype} on "
                 f"{gradient.device}, its flat buffer is {expected[0]} on {expected[1]}: convert "
                 "the model before the optimizer is wrapped"
+            )
+        shape = self.view(parameter).shape
+        if gradient.shape != shape:
+            raise ValueError(
+                f"the gradient of {self._describe(parameter)} has no place in its flat buffer, "
+                f"where the parameter had the shape {tuple(shape)}: resize parameters before the "
+                "optimizer is wrapped, or wrap an optimizer anew"
             )
 
     def _describe(self, parameter: torch.Tensor) -> str:

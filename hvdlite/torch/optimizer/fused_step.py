@@ -12,6 +12,7 @@ segment, and those whose ``data`` or ``grad`` the user has replaced.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -141,7 +142,9 @@ class FusedStep:
         segments: Sequence[FlatGradients],
     ) -> None:
         """Move the parameters; `of` has checked the arguments."""
-        self._kernel, self._optimizer = kernel, optimizer
+        self._kernel = kernel
+        # The optimizer has this step, and goes as soon as the user drops it: its hooks end then.
+        self._optimizer_reference = weakref.ref(optimizer)
         self._segments: list[SegmentBuffers] = []
         self._members: dict[Tensor, SegmentParameter] = {}
         for flat in segments:
@@ -153,6 +156,12 @@ class FusedStep:
         # The groups, names of state and step counts for which `_calls` was planned. None when
         # the last step has made new state, so that the next step plans anew.
         self._planned_for: object = None
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer_reference()
+        assert optimizer is not None
+        return optimizer
 
     @torch.no_grad()
     def step(self) -> None:

@@ -8,6 +8,7 @@ step -> synchronize -> send                          the rest; zeros where a gra
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import weakref
@@ -67,7 +68,48 @@ from hvdlite.torch.optimizer.sparsity import Layouts
 # do not gather here: they are what the user, or the tuner, wants to be sent at once.
 
 
-class GradientExchange:
+class Exchange:
+    """What an optimizer's exchange knows of its gradients, whether or not its state is whole."""
+
+    param_groups: ParamGroups
+    _synchronized = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step would apply anything."""
+        return any(
+            parameter.grad is not None
+            for group in self.param_groups
+            for parameter in group["params"]
+        )
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether the gradients are reduced ones.
+
+        It is set by a synchronize() that succeeds, until the next gradient, zero or the step. Where
+        no gradient is left, that step was skipped, and other ranks may have new ones by now.
+        """
+        return self._synchronized and self.has_gradients
+
+    @synchronized.setter
+    def synchronized(self, synchronized: bool) -> None:
+        self._synchronized = synchronized
+
+    def on_gradient(self, name: str) -> None:
+        """Take note that backward has added to this gradient."""
+        self._synchronized = False
+
+    def hook(self, parameter: torch.Tensor, name: str) -> weakref.finalize[Any, Any]:
+        """Call `on_gradient` for a parameter; return what ends it, as the end of the exchange does.
+
+        The parameter does not keep the exchange alive.
+        """
+        register: Any = parameter.register_post_accumulate_grad_hook
+        return weakref.finalize(self, register(_hook(weakref.ref(self), name)).remove)
+
+
+class GradientExchange(Exchange):
     """The exchange of one optimizer. Its methods run in the threads of training and backward."""
 
     def __init__(
@@ -83,8 +125,6 @@ class GradientExchange:
         `names` grows when parameters are added to the optimizer.
         """
         self.names, self.reduction, self._segments = names, reduction, segments
-        # True from a synchronize() that succeeds until the next gradient or the step.
-        self.synchronized = False
         self.param_groups = param_groups
         self._schedule = schedule
         label = next(iter(names.values()), "")  # This is the same on all ranks.
@@ -102,7 +142,8 @@ class GradientExchange:
         self._waits_next = False
         # Results of casts by name: their memory is used again in the next step.
         self._packed: dict[str, torch.Tensor] = {}
-        self._hooked: set[torch.Tensor] = set()
+        # The hook of each parameter that is trained, until it leaves the groups.
+        self._hooked: dict[torch.Tensor, weakref.finalize[Any, Any]] = {}
         # Called when a gradient is there. Hooks of their own would cost more than what they do.
         self.listeners: tuple[Callable[[], None], ...] = ()
         # Called when a step asks for the gradients of all ranks.
@@ -131,13 +172,11 @@ class GradientExchange:
         """The number of backward passes that accumulate before a gradient is sent."""
         return self._schedule.passes
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a step would apply anything."""
-        return any(parameter.grad is not None for parameter, _ in self._parameters())
-
     def watch(self) -> None:
-        """Register the hooks of parameters that were added since the last call."""
+        """Register the hooks of new parameters, and remove those of others than the optimizer has.
+
+        Parameters that have left the groups keep their names, as they may come back.
+        """
         parameters = [each for group in self.param_groups for each in group["params"]]
         trained = [parameter.requires_grad for parameter in parameters]
         if trained == self._trained and all(map(operator.is_, parameters, self._seen)):
@@ -147,23 +186,20 @@ class GradientExchange:
         self._seen_names = [self.names[parameter] for parameter in parameters]
 
     def _register_hooks(self) -> None:
-        for parameter, default_name in self._parameters():
-            if parameter not in self.names:
-                self.names[parameter] = default_name
-                self.segment_schedule.parameter_of[default_name] = parameter
-                self._schedule.add(default_name)
+        for parameter in name_new(self.param_groups, self.names):
+            name = self.names[parameter]
+            self.segment_schedule.parameter_of[name] = parameter
+            self._schedule.add(name)
+        parameters = dict(named_by_position(self.param_groups))
+        for parameter in self._hooked.keys() - parameters.keys():
+            self._hooked.pop(parameter)()
+        for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooked:
-                self._hooked.add(parameter)
-                register: Any = parameter.register_post_accumulate_grad_hook
-                hook = _hook(weakref.ref(self), self.names[parameter])
-                weakref.finalize(self, register(hook).remove)
-
-    def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
-        return named_by_position(self.param_groups)
+                self._hooked[parameter] = self.hook(parameter, self.names[parameter])
 
     def on_gradient(self, name: str) -> None:
         """Count a pass that has added to this gradient. Runs in the thread of backward."""
-        self.synchronized = False
+        self._synchronized = False
         for listen in self.listeners:
             listen()
         segmented = self._segments.strategy is not None
@@ -447,7 +483,23 @@ def named_by_position(param_groups: ParamGroups) -> Iterator[tuple[torch.Tensor,
             yield parameter, f"allreduce.noname.{number}.{index}"
 
 
-def _hook(reference: weakref.ref[GradientExchange], name: str) -> Callable[[torch.Tensor], None]:
+def name_new(param_groups: ParamGroups, names: dict[torch.Tensor, str]) -> list[torch.Tensor]:
+    """Name the parameters that have no name yet by their positions; return them.
+
+    Groups that have changed may have others at these positions, so names get numbers behind them:
+    the same ones on all ranks, where groups change alike.
+    """
+    new = {each: name for each, name in named_by_position(param_groups) if each not in names}
+    used = {*names.values()} if new else set()
+    for parameter, default in new.items():
+        numbered = (f"{default}.{number}" for number in itertools.count(1))
+        name = next(each for each in itertools.chain([default], numbered) if each not in used)
+        names[parameter] = name
+        used.add(name)
+    return [*new]
+
+
+def _hook(reference: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:
     """Return the hook of one parameter, which does not keep the exchange alive."""
 
     def hook(parameter: torch.Tensor) -> None:

@@ -58,10 +58,15 @@ class PendingGradient:
 
     def move_to(self, flat: FlatGradients) -> None:
         """Move the gradient into the buffer of its segment."""
+        set_to_none = self.parameter.grad is None
+        if set_to_none:  # The other ranks wait for it, though `check` will raise an error here.
+            self.parameter.grad = self.gradient
         if self.gradient.is_sparse:  # Segments of sparse gradients exist with sparse_as_dense only.
             self.parameter.grad = self.gradient.to_dense()
         self.gradient = flat.adopt(self.parameter)
         self.version = self.gradient._version
+        if set_to_none:
+            self.parameter.grad = None
 
     def check(self) -> None:
         """Raise `RuntimeError` if the gradient has been changed since it was complete.
@@ -69,12 +74,15 @@ class PendingGradient:
         See [Note: views and version counters] in torch/optimizer/flat_gradients.py.
         """
         current = self.parameter.grad
-        if current is None or (current is self.gradient and current._version == self.version):
+        if current is self.gradient and current._version == self.version:
             return
+        change, cause = "changed", ", by clipping or unscaling perhaps"
+        if current is None:
+            change, cause = "set to None", ""
         raise RuntimeError(
-            f"the gradient of {self.name} was changed after it was sent to the other ranks, by "
-            "clipping or unscaling perhaps. Call optimizer.synchronize() first, then change "
-            "gradients, and call step() inside 'with optimizer.skip_synchronize():'"
+            f"the gradient of {self.name} was {change} after it was sent to the other ranks"
+            f"{cause}. Call optimizer.synchronize() first, then change gradients, and call step() "
+            "inside 'with optimizer.skip_synchronize():'"
         )
 
 
@@ -126,8 +134,6 @@ class BucketInFlight:
     def _unpack(self, pending: PendingGradient) -> None:
         result, gradient = pending.packed, pending.gradient
         if result is gradient and pending.context is None and self._compression is _NONE:
-            if pending.parameter.grad is not gradient:  # set to None meanwhile
-                pending.parameter.grad = gradient
             return
         if gradient.is_sparse or self._compression not in CASTS:
             result = self._compression.decompress(result, pending.context)

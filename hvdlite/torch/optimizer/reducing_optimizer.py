@@ -57,7 +57,9 @@ class ReducingMixin(OptimizerMixin):
 
     @param_groups.setter
     def param_groups(self, groups: ParamGroups) -> None:
-        self.__dict__["param_groups"] = groups
+        self.__dict__["param_groups"] = self._exchange.param_groups = groups
+        if self._exchange.reduction.active:
+            self._exchange.watch()
 
     @property
     def _parameter_names(self) -> Names:
@@ -164,6 +166,10 @@ class ReducingMixin(OptimizerMixin):
             )
         self._exchange.restart_count()
         super().zero_grad(*args, **kwargs)
+        # Zeros that stay are reduced once more: other ranks may add to theirs. Where None is left,
+        # reduced gradients that the user has kept may come back for the step.
+        if self._exchange.synchronized:
+            self._exchange.synchronized = False
 
     @property
     def backward_passes_per_step(self) -> int:

@@ -186,7 +186,7 @@ class SegmentSchedule:
             }
             for names in segments:
                 parameters = [self.parameter_of[name] for name in names]
-                parameters.sort(key=group_of.__getitem__)
+                parameters.sort(key=lambda parameter: group_of.get(parameter, -1))  # or it has left
                 self.flat[names[0]] = FlatGradients(parameters, self._names)
 
     def _describe(self, names: Sequence[str]) -> list[Gradient]:

@@ -10,11 +10,13 @@ import torch
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import Operation, start
+from hvdlite.common.api.tensor_entries import NO_ROOM
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.optimizer.gradient_exchange import named_by_position
+from hvdlite.torch.optimizer.gradient_exchange import Exchange, name_new, named_by_position
 from hvdlite.torch.optimizer.sparsity import Layouts
 from hvdlite.torch.sharded_state.elementwise import beside
 from hvdlite.torch.sharded_state.shards import FlatShard, Place, State, arrange
@@ -23,7 +25,7 @@ Tensor = torch.Tensor
 ParamGroups = list[dict[str, Any]]
 
 
-class ShardedExchange:
+class ShardedExchange(Exchange):
     """The exchange of one optimizer; what `GradientExchange` is for one whose state is whole."""
 
     busy = False  # Nothing is sent before the step.
@@ -44,8 +46,8 @@ class ShardedExchange:
         """
         self.param_groups, self.names, self.passes = param_groups, names, passes
         self.reduction, self._common = reduction, common
-        # Whether the gradients of the parameters are reduced ones: from synchronize() to the step.
-        self.synchronized = False
+        # The parameters whose new gradients are noted. There are none before a synchronize().
+        self._hooked: set[Tensor] = set()
         # The state of the shards, by `FlatShard.shard`, and what the wrapped optimizer keeps beside
         # that of its parameters; its step changes both.
         self.state: defaultdict[Any, Any] = defaultdict(dict, beside(state))
@@ -55,8 +57,9 @@ class ShardedExchange:
         self._loaded: dict[Tensor, State] | None = of_parameters or None
         # The state of parameters that are in no shard: frozen, or not used by any rank so far.
         self.kept: dict[Tensor, State] = {}
-        # The trained parameters, and the ranks, for which the shards were arranged.
-        self._arranged_for: tuple[tuple[str, ...], tuple[int, ...]] | None = None
+        # The trained parameters with their groups, and the ranks, for which the shards were
+        # arranged.
+        self._arranged_for: tuple[list[tuple[str, int]], tuple[int, ...]] | None = None
         label = next(iter(names.values()), "")  # This is the same on all ranks.
         self._layouts = Layouts(reduction, label)
         # The era of the ranks that have agreed on which parameters are used.
@@ -67,16 +70,15 @@ class ShardedExchange:
     # -- shards
 
     def ensure(self, *, for_step: bool = False) -> None:
-        """Arrange the shards anew where parameters, ranks or loaded state are others than before.
+        """Arrange the shards anew where parameters, groups, ranks or loaded state have changed.
 
         Parameters of another dtype or on another device are others, too. `for_step`: ask
         the other ranks for gradients that this rank lacks; all ranks take part. Raises
         `RuntimeError` where the ranks have changed, and the state is that of the old ones.
         """
-        for parameter, default in named_by_position(self.param_groups):
-            self.names.setdefault(parameter, default)
+        name_new(self.param_groups, self.names)
         trained = self._find_trained(for_step)
-        arranged_for = tuple(trained.values()), self._members()
+        arranged_for = self._with_groups({*trained.values()}), self._members()
         if (
             arranged_for == self._arranged_for
             and self._loaded is None
@@ -109,8 +111,7 @@ class ShardedExchange:
 
     def arrange_as(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Arrange the shards as saved ones. Raises `ValueError` where the parameters are others."""
-        for parameter, default in named_by_position(self.param_groups):
-            self.names.setdefault(parameter, default)
+        name_new(self.param_groups, self.names)
         own = {
             self.names[parameter]: (number, parameter)
             for number, group in enumerate(self.param_groups)
@@ -140,8 +141,15 @@ class ShardedExchange:
         arranged = {name for flat in saved for name in flat["parameters"]}
         self._used |= arranged
         # The next step arranges them anew where it trains others, such as those that are thawed.
-        names = (self.names[parameter] for parameter, _ in named_by_position(self.param_groups))
-        self._arranged_for = tuple(name for name in names if name in arranged), self._members()
+        self._arranged_for = self._with_groups(arranged), self._members()
+
+    def _with_groups(self, names: Set[str]) -> list[tuple[str, int]]:
+        return [
+            (self.names[parameter], number)
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if self.names[parameter] in names
+        ]
 
     def _forget_state(self) -> None:
         """Forget the state of shards that are no longer."""
@@ -210,15 +218,13 @@ class ShardedExchange:
             return
         self.ensure(for_step=True)
         self._reduce()
-        gather = CallOptions(self.reduction.process_set)
-        _wait(
-            [
-                self._start("allgather", shard, shard.shard_gradient, shard.gradient, gather)
-                for shard in self.shards
-            ]
-        )
+        self._gather([(each, each.shard_gradient, each.gradient) for each in self.shards])
         for shard in self.shards:
             shard.show_gradients()
+        for parameter, name in named_by_position(self.param_groups):
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                self.hook(parameter, name)
         self.synchronized = True
 
     def take_gradients(self) -> None:
@@ -230,15 +236,26 @@ class ShardedExchange:
 
     def gather_parameters(self) -> None:
         """Send the shards that a step has changed to all ranks."""
-        gather = CallOptions(self.reduction.process_set)
-        _wait(
-            [
-                self._start("allgather", shard, shard.shard.detach(), shard.data, gather)
-                for shard in self.shards
-            ]
-        )
+        self._gather([(each, each.shard.detach(), each.data) for each in self.shards])
         for shard in self.shards:
             shard.mark_changed()
+
+    def _gather(self, parts: Sequence[tuple[FlatShard, Tensor, Tensor]]) -> None:
+        """Gather a part of each shard from all ranks, into the tensor that comes after it.
+
+        Raises `HorovodInternalError` where a rank has joined, which gives none.
+        """
+        options = CallOptions(self.reduction.process_set)
+        try:
+            _wait([self._start("allgather", *part, options) for part in parts])
+        except HorovodInternalError as error:
+            if NO_ROOM not in str(error):
+                raise
+            raise HorovodInternalError(
+                "a rank has joined, and with shard_state=True its part of the weights or of their "
+                "state is missing: let all ranks make equally many steps, or leave shard_state out",
+                job_goes_on=True,
+            ) from error
 
     def _start(
         self,
@@ -253,13 +270,6 @@ class ShardedExchange:
         return Operation(entries)
 
     # -- what the mixin asks of an exchange
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a step would apply anything."""
-        return any(
-            parameter.grad is not None for parameter, _ in named_by_position(self.param_groups)
-        )
 
     def watch(self) -> None:
         """Do nothing: parameters that were added are arranged with the next step."""
@@ -279,7 +289,6 @@ class ShardedExchange:
         """Return the state of each parameter; all ranks take part where there is any."""
         states = dict(self.kept)
         self._check_members()
-        gather = CallOptions(self.reduction.process_set)
         for shard in self.shards:
             state = self.state.get(shard.shard)
             if not state:
@@ -288,7 +297,7 @@ class ShardedExchange:
             for name, value in state.items():
                 if shard.is_cut(value):
                     buffer = shard.allocate(value.dtype)
-                    _wait([self._start("allgather", shard, value, buffer, gather)])
+                    self._gather([(shard, value, buffer)])
                     gathered[name] = buffer
             states.update(shard.join(state, gathered))
         return states

@@ -53,6 +53,7 @@ class ShardingMixin(ReducingMixin):
             raise TypeError(f"shard_state=True: step() takes no {', '.join(options)}")
         loss = None
         if closure is not None:
+            exchange.synchronized = False
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
@@ -80,6 +81,7 @@ class ShardingMixin(ReducingMixin):
         exchange = self._exchange
         if not exchange.reduction.active:
             return super().state_dict()
+        self._call_before_state_dict()
         exchange.settle()
         place = exchange.place()
         state = {
@@ -91,7 +93,20 @@ class ShardingMixin(ReducingMixin):
         whole = {numbers[parameter]: kept for parameter, kept in exchange.kept.items()}
         shards = {**exchange.describe(), "whole": whole}
         state |= beside(exchange.state)
-        return {"state": state, "param_groups": self._options(), "shards": shards}
+        return self._hooked_state_dict(
+            {"state": state, "param_groups": self._options(), "shards": shards}
+        )
+
+    def _call_before_state_dict(self) -> None:
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+
+    def _hooked_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return what the user's hooks make of a state dict, as torch does at its end."""
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def consolidate(self) -> dict[str, Any]:
         """Return the state dict that the wrapped optimizer would have; all ranks take part.
@@ -102,6 +117,7 @@ class ShardingMixin(ReducingMixin):
         exchange = self._exchange
         if not exchange.reduction.active:
             return super().state_dict()
+        self._call_before_state_dict()
         parameters = self._parameters()
         states = exchange.whole_states()
         state = {
@@ -110,7 +126,7 @@ class ShardingMixin(ReducingMixin):
             if parameter in states
         }
         state |= copy.deepcopy(beside(exchange.state))
-        return {"state": state, "param_groups": self._options()}
+        return self._hooked_state_dict({"state": state, "param_groups": self._options()})
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -135,6 +151,10 @@ class ShardingMixin(ReducingMixin):
             _refuse_shards(state_dict)
             super().load_state_dict(state_dict)
             return
+        state_dict = state_dict.copy()  # Hooks may change it.
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != saved_sizes:
@@ -163,6 +183,8 @@ class ShardingMixin(ReducingMixin):
         exchange.reset()
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def share_state(self, root_rank: int, process_set: ProcessSet) -> bool:
         """Copy the options of `root_rank`, and whole state that it has loaded, to all ranks.

@@ -53,9 +53,11 @@ class FlatShard:
         return torch.zeros(self.size, dtype=dtype or layout.dtype, device=layout.device)
 
     def fits(self) -> bool:
-        """Return whether the parameters have the dtype and the device that they had."""
+        """Return whether the parameters have the dtype, the device and the shape that they had."""
         return all(
-            parameter.dtype == view.dtype and parameter.device == view.device
+            parameter.dtype == view.dtype
+            and parameter.device == view.device
+            and parameter.shape == view.shape
             for parameter, view in zip(self.parameters, self._data_views, strict=True)
         )
 
@@ -98,9 +100,10 @@ class FlatShard:
             torch._foreach_copy_(views, gradients)
 
     def show_gradients(self) -> None:
-        """Make the views of the buffer the gradients of the parameters."""
+        """Make views of the buffer the gradients of the parameters."""
         for parameter, view in zip(self.parameters, self._gradient_views, strict=True):
-            parameter.grad = view
+            # Another object than the view, which Module.to() would give other memory.
+            parameter.grad = view.detach()
 
     def mark_changed(self) -> None:
         """Count a write to each parameter: see [Note: views and version counters]."""
@@ -132,7 +135,14 @@ class FlatShard:
     def _cut_value(self, name: str, states: Mapping[Tensor, State]) -> Tensor:
         buffer = self.allocate()
         for parameter, view in zip(self.parameters, self.layout.views(buffer), strict=True):
-            view.copy_(states[parameter][name])
+            value = states[parameter][name]
+            if value.shape != view.shape:
+                raise ValueError(
+                    f"'{self.label}': a parameter has the shape {tuple(view.shape)}, and its state "
+                    f"{name} the shape {tuple(value.shape)}: wrap an optimizer anew where "
+                    "parameters are resized"
+                )
+            view.copy_(value)
         return buffer[self.own].clone()
 
     def join(self, state: State, gathered: Mapping[str, Tensor]) -> dict[Tensor, State]:
