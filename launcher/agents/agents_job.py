@@ -273,6 +273,8 @@ class AgentsJob(FixedJob, AgentUser):
         return [rank for agent in self._late for rank in agent.host.ranks] or missing
 
     def failure(self) -> JobOutcome | None:
+        if self._failure is None and self._cluster is not None and self._cluster.failure:
+            return JobOutcome(1, self._cluster.failure)  # Workers may not have noticed.
         return self._failure
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ class ClusterProcesses:
         self._job, self._cluster, self._scheduler = job, cluster, scheduler
         self._description = description
         self._codes: dict[int, int] = {}  # Of workers that have failed and are not started again.
+        self.failure = ""  # How the first server failed that is not started again.
         self._ending = False
         self._end_at: float | None = None  # When servers are not waited for any more.
         first = job.options.num_proc
@@ -112,8 +113,16 @@ class ClusterProcesses:
             self._restart(process, code)
         elif process.server is None:
             self._end_worker(process, code)
-        elif not self._ending and (code or not self._scheduler.formed):  # All members raise.
-            self._scheduler.fail(f"{process.name} {self._why_it_ended(process, code)}")
+        else:
+            self._end_server(process, code)
+
+    def _end_server(self, process: _Process, code: int) -> None:
+        why = f"{process.name} {self._why_it_ended(process, code)}"
+        # Workers that need no server may have ended before one fails.
+        if (code and not self._ending) or (code > 0 and not self._scheduler.formed):
+            self.failure = self.failure or why
+        if not self._ending and (code or not self._scheduler.formed):  # All members raise.
+            self._scheduler.fail(why)
 
     def _restart(self, process: _Process, code: int) -> None:
         process.restarts += 1

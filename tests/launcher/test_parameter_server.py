@@ -72,6 +72,14 @@ def test_a_server_that_fails_ends_the_job_with_its_reason(statement: str, reason
     assert f"the scheduler says: server 0 failed: {reason}" in done.stderr
 
 
+def test_a_server_that_fails_unnoticed_is_the_failure_of_the_job() -> None:
+    """No worker asks it for anything."""
+    code = "import os; assert os.environ['HVDLITE_ROLE'] == 'worker', 'no server'"
+    done = launch("-np", "2", "--ps-servers", "1", sys.executable, "-c", code)
+    assert done.returncode == 1
+    assert "hvdlite-run: server 0 failed: AssertionError: no server (exit code 1)" in done.stderr
+
+
 def test_an_independent_worker_that_is_killed_returns(tmp_path: Path) -> None:
     flags = "-np", "2", "--ps-servers", "1", "--ps-workers", "independent"
     done = launch(*flags, *PROGRAM, str(tmp_path), "20", KILL="worker 1 9")
