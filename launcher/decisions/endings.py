@@ -53,6 +53,10 @@ class Failure:
         return f"rank {self.rank} was killed by {name} (exit code {self.code})"
 
 
+# The codes of ranks that are ended because of another one. That of a KeyboardInterrupt is 130.
+_BY_US = {128 + signal.SIGTERM, 128 + signal.SIGKILL}
+
+
 @dataclass
 class FirstFailure:
     """What has been heard of the ranks, in the order of arrival."""
@@ -130,7 +134,7 @@ class FirstFailure:
     def _code(self, rank: int) -> int:
         """Return by which exit code a rank failed; 0: it did not."""
         code = self.codes.get(rank)
-        if rank in self.raised and (code is None or (self.closed and code > 128)):
+        if rank in self.raised and (code is None or (self.closed and code in _BY_US)):
             return UNCAUGHT
         return code or 0
 

@@ -38,6 +38,8 @@ def first_failure(*events: str) -> FirstFailure:
         (["raised 1 internal", "raised 0 internal", "exit 0 1", "exit 1 1"], Failure(0, 1)),
         # Rank 1 raised and hung; it was ended with the rest.
         (["raised 1 own", "close 0", "exit 0 143", "exit 1 143"], Failure(1, 1)),
+        # Python ends by SIGINT where it is a KeyboardInterrupt that nobody has caught.
+        (["raised 1 own KeyboardInterrupt", "close 0", "exit 1 130"], Failure(1, 130)),
         # Rank 0 suffered; that we ended rank 1 is not the reason.
         (["raised 0 internal", "exit 0 1", "close 0", "exit 1 143"], Failure(0, 1)),
         # The same; rank 0 took longer to end than rank 1.
