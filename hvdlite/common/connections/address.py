@@ -36,7 +36,7 @@ class Address(NamedTuple):
 
 def parse_address(text: str, source: str) -> Address:
     """Return the address that `text` says. Raises `ConfigError` that names its `source`."""
-    if text.startswith(UNIX):
+    if text.startswith(UNIX) and text != UNIX:
         return Address(path=text.removeprefix(UNIX))
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
