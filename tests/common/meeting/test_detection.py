@@ -203,6 +203,9 @@ ERRORS: dict[str, tuple[dict[str, str], Any, list[str]]] = {
     "an address of no form": (
         {**NUMBERS, "HVDLITE_RENDEZVOUS": "node1"}, None, ["HVDLITE_RENDEZVOUS='node1'"],
     ),
+    "a socket without a path": (
+        {**NUMBERS, "HVDLITE_RENDEZVOUS": "unix:"}, None, ["HVDLITE_RENDEZVOUS='unix:'"],
+    ),
     "a port that cannot be": (
         {**NUMBERS, "HVDLITE_RENDEZVOUS": "node1:70000"}, None,
         ["HVDLITE_RENDEZVOUS='node1:70000'"],
