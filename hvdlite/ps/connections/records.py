@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import NamedTuple, TextIO
 
-from hvdlite.common.timeline.recorder import Timeline
+from hvdlite.common.timeline.recorder import Timeline, insert_in_name
 
 TIMELINE, TRACE = "HVDLITE_TIMELINE", "HVDLITE_TRACE_ITERATIONS"
 DYNAMIC = "dynamic"
@@ -135,8 +135,7 @@ OFF = Records()
 
 def path_of_process(path: str, role: str, number: int) -> str:
     """Return the file of a process: ``a.json`` -> ``a.server0.json``."""
-    pure = PurePath(path)
-    return str(pure.with_name(f"{pure.stem}.{role}{number}{pure.suffix}"))
+    return insert_in_name(path, f".{role}{number}")
 
 
 def _track(kind: str, table: str, peer: str) -> str:
