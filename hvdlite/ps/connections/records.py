@@ -124,7 +124,11 @@ class Records:
         rows = None
         if trace:
             name = str(PurePath(path_of_process(trace, role, number)).with_suffix(".csv"))
-            rows = open(name, "w", newline="", encoding="utf-8", buffering=1)  # noqa: SIM115
+            try:
+                rows = open(name, "w", newline="", encoding="utf-8", buffering=1)  # noqa: SIM115
+            except OSError as error:
+                why = f"{role} {number} cannot write {TRACE}: {error.strerror}"
+                raise OSError(error.errno, why, name) from None
         made = cls(timeline, rows)
         made._own_timeline = owns
         return made
