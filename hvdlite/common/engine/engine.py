@@ -163,9 +163,10 @@ class Engine:
             raise ConfigError(f"{given} has local rank {local_rank}: name a core for each of them")
         try:
             os.sched_setaffinity(self._thread.native_id or 0, {cores[local_rank]})
-        except (AttributeError, OSError, OverflowError) as error:
+        except (AttributeError, OSError, OverflowError):
             raise ConfigError(
-                f"{given} cannot use core {cores[local_rank]}: {error}; name other cores, or none"
+                f"{given} cannot use core {cores[local_rank]}: its host has none with this number, "
+                "or forbids it; name other cores, or none"
             ) from None
 
     def enqueue(self, entries: Sequence[Entry], *, waits: bool = False) -> None:
