@@ -1,8 +1,9 @@
-"""The optional import of matplotlib."""
+"""The optional import of matplotlib, and how pictures are named."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -17,3 +18,9 @@ def load_matplotlib(extra: str) -> tuple[Any, Any]:
     except ImportError:
         raise ImportError(f"drawing needs matplotlib: pip install 'hvdlite[{extra}]'") from None
     return figure.Figure, patches.Patch
+
+
+def check_suffix(output: str) -> None:
+    """Raise `ValueError` unless the suffix of `output` is one of a picture."""
+    if Path(output).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{output}: a picture is named .png, .svg or .pdf")

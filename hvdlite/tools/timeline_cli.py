@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from hvdlite.common.timeline.chrome_trace import HEAD_PID
+from hvdlite.tools.drawing import check_suffix
 from hvdlite.tools.timeline_reader import (
     Event,
     Head,
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return int(options.run(options))
-    except (OSError, TimelineFormatError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:
         print(f"hvdlite-timeline: {error}", file=sys.stderr)
         return 1
 
@@ -95,6 +96,7 @@ def _warn_if_cut_off(path: str) -> None:
 def _run_draw(options: argparse.Namespace) -> int:
     from hvdlite.tools.timeline_plot import draw
 
+    check_suffix(options.output)
     window = (options.start_ms, options.end_ms)
     draw(read_events(options.file), options.output, window, options.tensors, options.title)
     return 0
@@ -174,7 +176,8 @@ def _shifted(path: str, rank: int, shift: int, first_pid: int) -> Iterator[Event
 
 
 def _write(output: str, first: Event, events: Iterator[Event]) -> None:
-    # A device such as /dev/stdout is written to, not replaced.
+    # A device such as /dev/stdout is written to, not replaced; so is the file behind a link.
+    output = os.path.realpath(output) if os.path.isfile(output) else output
     part = output if os.path.exists(output) and not os.path.isfile(output) else f"{output}.part"
     try:
         with open(part, "w", encoding="utf-8") as file:

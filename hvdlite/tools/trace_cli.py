@@ -16,6 +16,7 @@ from string import Template
 from typing import Any
 
 from hvdlite.common.iterations.rows import IterationRow
+from hvdlite.tools.drawing import check_suffix
 from hvdlite.tools.trace_report import SCRIPT, IterationReport, Table, make_report
 from hvdlite.tools.trace_summary import read_trace
 
@@ -104,13 +105,13 @@ def _parser() -> argparse.ArgumentParser:
         "file", metavar="FILE", help="as --trace-iterations was told: the files of all ranks"
     )
     report.add_argument("--html", metavar="OUT", help="write a page with tables and picture, too")
-    report.add_argument("--picture", metavar="OUT", help="draw one iteration (.png or .svg)")
+    report.add_argument("--picture", metavar="OUT", help="draw one iteration (.png, .svg or .pdf)")
     return parser
 
 
 def _run_report(options: argparse.Namespace) -> None:
     if options.picture:
-        import_module("hvdlite.tools.trace_plot").check_suffix(options.picture)
+        check_suffix(options.picture)
     rows, of_other_runs = read_trace(options.file)
     if of_other_runs:
         print(

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.tools.drawing import load_matplotlib
+from hvdlite.tools.drawing import check_suffix, load_matplotlib
 from hvdlite.tools.trace_summary import median_iteration
 
 MOST_RANKS = 16  # the most ranks in one picture
@@ -24,7 +23,6 @@ COLOURS = {
     "segment, after backward": "#d1495b",
 }
 LABEL_SHARE = 0.02  # the share of the picture's width that a bar needs to get text
-SUFFIXES = (".png", ".svg")
 
 
 class Bar(NamedTuple):
@@ -68,12 +66,6 @@ def draw(rows: Sequence[IterationRow], output: str) -> None:
     """
     check_suffix(output)
     make_figure(rows).savefig(output, dpi=130)
-
-
-def check_suffix(output: str) -> None:
-    """Raise `ValueError` unless the suffix of `output` is ``.png`` or ``.svg``."""
-    if Path(output).suffix not in SUFFIXES:
-        raise ValueError(f"{output}: a picture is named .png or .svg")
 
 
 def svg(rows: Sequence[IterationRow]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from hvdlite.common.iterations.rows import IterationRow, RowsFormatError, read_rows
+from hvdlite.common.iterations.rows import PUSHES, IterationRow, RowsFormatError, read_rows
 from hvdlite.common.segmentation.rules import TimedReduction
 
 _OF_RANK = re.compile(r"(.+)\.rank(\d+)(\.\w+)")
@@ -113,7 +113,9 @@ def _files(path: str) -> list[str]:
     )
     if not by_rank:
         first = pure.with_name(f"{pure.stem}.rank0{pure.suffix}")
-        raise FileNotFoundError(f"{path}: there is no such file, and no {first}")
+        others = sorted(glob(str(folder / f"{escape(pure.stem)}.[ws]*er[0-9]*.csv")))
+        but = f", but {others[0]}: it holds {PUSHES}" if others else ""
+        raise FileNotFoundError(f"{path}: there is no such file, and no {first}{but}")
     return [file for _, file in by_rank]
 
 

@@ -37,6 +37,8 @@ def read_config_file(path: str, notes: list[str]) -> dict[str, str]:
             if (key, value) != ("controller", "mpi"):
                 why = IGNORED_KEYS[key]
                 notes.append(f"{source}={value!r} has no meaning here, and is ignored: {why}")
+        elif any(known.startswith(f"{key}.") for known in (*by_key, *IGNORED_KEYS)):
+            raise ConfigError(f"{source}={value!r}: {key} must be a section of keys")
         else:
             known = ", ".join(sorted(by_key))
             meant = closest(key, by_key)

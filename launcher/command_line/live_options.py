@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.settings.setting import output_file
 
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
@@ -77,10 +77,10 @@ def _file(name: str | None) -> str | None:
     """Return the absolute path of a file that can be written, as far as one can see."""
     if name is None:
         return None
-    path = Path(name).absolute()
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--live-report {name}: must be a file in a folder that can be written")
-    return str(path)
+    try:
+        return output_file(name)
+    except ValueError as error:
+        raise ConfigError(f"--live-report {name}: {error}") from None
 
 
 def _title(command: Sequence[str]) -> str:

@@ -142,9 +142,10 @@ def test_a_request_that_fails_is_ended_by_the_next_one(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    why = "server 3 cannot write the timeline: No such file"
-    for word, wanted in (("HVDLITE_TIMELINE", why), ("HVDLITE_TRACE_ITERATIONS", "No such file")):
-        with pytest.raises(FileNotFoundError, match=rf"\[Errno 2\] {wanted}.*server3"):
+    trace = "HVDLITE_TRACE_ITERATIONS"
+    for word, what in (("HVDLITE_TIMELINE", "the timeline"), (trace, trace)):
+        why = rf"\[Errno 2\] server 3 cannot write {what}: No such file.*server3"
+        with pytest.raises(FileNotFoundError, match=why):
             Records.by_settings({word: str(tmp_path / "none" / "a.csv")}, "server", 3)
     assert path_of_process("/a/b.json", "server", 3) == "/a/b.server3.json"
 

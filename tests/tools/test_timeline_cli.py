@@ -363,6 +363,15 @@ def test_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["draw", path, "-o", str(tmp_path / "b.png"), "--start-ms", "1000"]) == 1
     error = capsys.readouterr().err
     assert "nothing happened in this part of the timeline, which covers 0.01 to 0.03 ms" in error
+    assert main(["draw", path, "-o", str(tmp_path / "a.xyz")]) == 1
+    assert capsys.readouterr().err.endswith("a.xyz: a picture is named .png, .svg or .pdf\n")
+
+
+def test_a_merge_writes_the_file_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target.json").touch()
+    (tmp_path / "merged.json").symlink_to("target.json")
+    merge(tmp_path, write(tmp_path / "a.json", 0))
+    assert (tmp_path / "merged.json").is_symlink() and (tmp_path / "target.json").stat().st_size
 
 
 def svg_of(tmp_path: Path, events: list[Event], *words: str) -> str:

@@ -303,3 +303,14 @@ def test_the_page_has_all_in_one_file(tmp_path: Path) -> None:
     assert {"table", "svg"} <= parsed.tags and "script" not in parsed.tags
     assert not re.search(r"url\((?!#)", text)
     assert "--segmentation size:80,20" in parsed.text and "1000.0 MiB/s" in parsed.text
+
+
+def test_the_files_of_a_parameter_server_are_no_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = tmp_path / "t.worker0.csv"
+    columns = "kind,table,peer,clock,version,stale,start,end,bytes"
+    worker.write_text(f"{columns}\npull,optimizer,server 0,0,0,0,1.5,2.5,36\n")
+    for name in ("t.csv", "t.worker0.csv"):
+        assert main(["report", str(tmp_path / name)]) == 1
+        assert f"{worker}: it holds pushes and pulls of a parameter" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -188,6 +189,24 @@ def test_auto_switches_on_all_ranks_at_once_and_settles(
     assert run_ranks(SIZE, main) == [[counts[0][0], counts[0][1], *[learned] * 3]] * 2
     segments = f"{learned} segment{'' if learned == 1 else 's'}"
     assert f"161 gradients are reduced in {segments}, as {file} says" in capsys.readouterr().out
+
+
+def test_auto_says_at_the_start_that_its_file_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "pipe")  # Whoever opens it waits.
+    for name in ("none/learned.json", "pipe"):
+        _some_steps([small() for _ in range(SIZE)], f"auto:{tmp_path / name}")
+        assert f"what segmentation auto:{tmp_path / name} learns will not be kept" in caplog.text
+
+
+def _some_steps(models: list[Any], segmentation: str) -> None:
+    def main(rank: int) -> None:
+        optimizer = distributed(models[rank], segmentation=segmentation)
+        for _ in range(3):
+            step(models[rank], optimizer, rank)
+
+    run_ranks(SIZE, main)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -79,7 +79,7 @@ class AutotuneLog:
             with open(self._path, mode, encoding="utf-8", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows(lines)
         except OSError as error:
-            log.warning("autotuning goes on without its log: %s", error)
+            log.warning("autotuning goes on without HVDLITE_AUTOTUNE_LOG: %s", error)
             self._path = ""
 
 

@@ -16,7 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
+from hvdlite.common.base.errors import (
+    ConfigError,
+    HorovodInternalError,
+    PeerLostError,
+    StalledError,
+)
 from hvdlite.common.collectives.backend_choice import Backends, build_backends
 from hvdlite.common.collectives.between_hosts.costs import Model
 from hvdlite.common.collectives.between_hosts.model_file import chosen_model
@@ -144,6 +149,25 @@ class Engine:
 
     def start(self) -> None:
         self._thread.start()
+
+    def pin(self) -> None:
+        """Bind the thread, which runs, to the core that the user has named for it, if any.
+
+        Raises `ConfigError` where that cannot be.
+        """
+        cores, local_rank = self._config.thread_affinity, self.topology.local_rank(self.rank)
+        if not cores:
+            return
+        given = f"HVDLITE_THREAD_AFFINITY={','.join(map(str, cores))}: rank {self.rank}"
+        if local_rank >= len(cores):
+            raise ConfigError(f"{given} has local rank {local_rank}: name a core for each of them")
+        try:
+            os.sched_setaffinity(self._thread.native_id or 0, {cores[local_rank]})
+        except (AttributeError, OSError, OverflowError):
+            raise ConfigError(
+                f"{given} cannot use core {cores[local_rank]}: its host has none with this number, "
+                "or forbids it; name other cores, or none"
+            ) from None
 
     def enqueue(self, entries: Sequence[Entry], *, waits: bool = False) -> None:
         """Hand over entries without waiting. Raises as `PendingTable.add`.
@@ -306,7 +330,6 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._pin()
             log.debug("rank %d: the engine starts; hosts %s", self.rank, self.topology.hosts)
             self._control_plane.clock_offset.ask()
             if self._capabilities:
@@ -333,19 +356,6 @@ class Engine:
         if error.rank is None:
             return HorovodInternalError(str(error), rank=self.rank)
         return error
-
-    def _pin(self) -> None:
-        """Bind this thread to the core that the user has named for it, if any."""
-        cores = self._config.thread_affinity
-        if not cores:
-            return
-        try:
-            os.sched_setaffinity(0, {cores[self.topology.local_rank(self.rank)]})
-        except (AttributeError, IndexError, OSError) as error:
-            log.error(
-                "HVDLITE_THREAD_AFFINITY=%s cannot be used on rank %d: %s",
-                ",".join(map(str, cores)), self.rank, error,
-            )  # fmt: skip
 
     def _cycle(self) -> None:
         """Sleep until something happens, negotiate, and execute at most one order.

@@ -17,6 +17,8 @@ runtime.py.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 import weakref
 from collections import deque
@@ -33,7 +35,10 @@ from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
+from hvdlite.common.settings.setting import output_file
 from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
+
+log = logging.getLogger("hvdlite")
 
 if TYPE_CHECKING:
     from hvdlite.common.segmentation.tuner import Decision, Tuner
@@ -51,6 +56,20 @@ def no_rank_has_joined(label: str, process_set: ProcessSet) -> bool:
     name = f"segmentation.ranks.{label}"
     ranks = _forms.allreduce(one, name=name, op=ReduceOp.SUM, process_set=process_set)
     return int(ranks[0]) == process_set.size()
+
+
+def _checked(file: str) -> str:
+    """Return the file that keeps what is learned; "" with a warning where it cannot be written.
+
+    One that exists may be read all the same.
+    """
+    try:
+        if file and not os.path.isfile(file):
+            output_file(file)
+    except ValueError as error:
+        log.warning("what segmentation auto:%s learns will not be kept: the file %s", file, error)
+        return ""
+    return file
 
 
 class AutoSegments:
@@ -78,6 +97,7 @@ class AutoSegments:
         # The last indices from the file, until the user has been told of them.
         self._saved: list[int] | None = None
         if runtime.rank == self._root:
+            self._file = file = _checked(file)
             self._saved = load(file, gradients) if file else None
             from hvdlite.common.segmentation.tuner import Tuner  # Most jobs never need it.
 

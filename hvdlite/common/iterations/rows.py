@@ -139,6 +139,13 @@ def row_of(values: Mapping[str, Any]) -> IterationRow:
 CHUNK_ROWS = 10_000  # rows kept as Python objects before they become an Arrow table
 
 
+# What to do with the files of parameter servers and their workers, which have other columns.
+PUSHES = (
+    "pushes and pulls of a parameter server, which this report does not read: open it as a table "
+    "(docs/iteration_trace.md has its columns), or draw a timeline of the job by hvdlite-timeline"
+)
+
+
 class RowsFormatError(ValueError):
     """The error that a file is no iteration trace; the message names the file."""
 
@@ -177,7 +184,7 @@ class CsvFile:
     """A CSV file; rows are in it when `append` returns."""
 
     def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(path)
+        self.path = os.path.realpath(path)  # A wider file replaces what a link names, not the link.
         self._segments = 0  # the number of segments that the columns have room for
         self._file = open(self.path, "w", encoding="utf-8", newline="")  # noqa: SIM115
         self._write([columns(0)])
@@ -291,6 +298,8 @@ def read_rows(path: str) -> list[IterationRow]:
         try:
             rows.append(row_of(record))
         except KeyError as error:
+            if "peer" in record:
+                raise RowsFormatError(f"{path}: it holds {PUSHES}") from None
             raise RowsFormatError(f"{path}: no column {error}: is it an iteration trace?") from None
         except (TypeError, ValueError) as error:
             raise RowsFormatError(f"{path}, row {number}: {error}") from None
@@ -305,5 +314,10 @@ def _read_csv(path: str) -> Iterator[dict[str, Any]]:
 
 def _read_parquet(path: str) -> list[dict[str, Any]]:
     _, parquet = _pyarrow()
+    if os.path.getsize(path) == 0:
+        raise ValueError(
+            "it is empty: a Parquet file is written at the end, and this job still runs, or was "
+            "ended before; name a .csv file, which grows while the job runs"
+        )
     records: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     return records

@@ -151,6 +151,11 @@ class Recording:
         # also where their rank is dead and another one has its number.
         self._epoch = 0
 
+    @property
+    def follows(self) -> bool:
+        """Whether this is a later world of an elastic job."""
+        return self._epoch > 0
+
     def start(self, path: str, mark_cycles: bool) -> str:
         """Record to a file from now on, if this is a rank that does; return its name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import Any
 
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.table import INIT_FAILED
 from hvdlite.common.requests.entries import Entry
@@ -20,8 +21,10 @@ from hvdlite.common.requests.process_set_table import GLOBAL_ID, FormedSet
 from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
 from hvdlite.common.runtime.process_sets import FormedSets, ProcessSet
 from hvdlite.common.runtime.recording import Lasting
-from hvdlite.common.segmentation.parsing import UserChoice
+from hvdlite.common.segmentation.parsing import UserChoice, read_strategy
+from hvdlite.common.segmentation.strategies import Auto
 from hvdlite.common.settings.config import Config
+from hvdlite.common.settings.setting import output_file
 from hvdlite.common.transport.base import Transport, do_nothing
 
 log = logging.getLogger("hvdlite")
@@ -98,8 +101,34 @@ class Runtime:
         )  # fmt: skip
 
     def record_by_setting(self) -> None:
-        """Start the timeline that the settings ask for, if any. Raises `OSError`."""
+        """Start the timeline that the settings ask for, if any. Raises `OSError`.
+
+        Also takes up the settings whose values can only be right or wrong where this rank runs.
+        Raises `ConfigError` for a wrong one, but in a later world of an elastic job, which goes on.
+        """
+        try:
+            self.engine.pin()
+            self._check_files()
+        except ConfigError as error:
+            if not self.recording.follows:
+                raise
+            log.error("%s", error)
         self.recording.begin()
+
+    def _check_files(self) -> None:
+        """Raise `ConfigError` for a file that is written later, and cannot be."""
+        trace, strategy = self.trainers.path_by_setting(self.config), None
+        if trace:
+            trace = self.recording.new_file(trace, of_rank=True)
+        if self.rank == 0:
+            strategy = read_strategy(self.config.segmentation)
+        learned = strategy.file if isinstance(strategy, Auto) else ""
+        for variable, file in (("TRACE_ITERATIONS", trace), ("SEGMENTATION", learned)):
+            try:
+                if file and not os.path.isfile(file):  # Another may be read though not written.
+                    output_file(file)
+            except ValueError as error:
+                raise ConfigError(f"HVDLITE_{variable}: rank {self.rank}: {file} {error}") from None
 
     def named(self, name: str | None, process_set: ProcessSet) -> AbstractContextManager[str]:
         """Return a context with `name`, or with the next generated name of this process set.

@@ -111,6 +111,7 @@ def _bytes(gradients: Sequence[Gradient]) -> int:
 
 
 def _replace(path: str, text: str) -> None:
+    path = os.path.realpath(path)  # What a symbolic link names is replaced, not the link.
     temporary = f"{path}.{os.getpid()}.new"
     try:
         with open(temporary, "w", encoding="utf-8") as file:

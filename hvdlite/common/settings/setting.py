@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,6 +165,24 @@ def trace_path(text: str) -> str:
     if not text.endswith((".csv", ".parquet")):
         raise ValueError("must be a file name that ends with .csv or .parquet")
     return text
+
+
+def output_file(path: str) -> str:
+    """Return the absolute path of a file to write, behind symbolic links; it need not exist yet.
+
+    Raises `ValueError` where one sees already that it cannot be written, and for a device or pipe,
+    which a file would replace, or which blocks its writer.
+    """
+    real = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        kind = "a folder" if os.path.isdir(path) else "a device or a pipe"
+        raise ValueError(f"must be a regular file, and is {kind}: name another file")
+    folder = os.path.dirname(real)
+    if os.path.islink(real) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"must be a file in a folder that can be written: make {folder}, or name another file"
+        )
+    return real
 
 
 def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **where: Any) -> Any:

@@ -39,14 +39,21 @@ log = logging.getLogger("hvdlite")
 
 def path_of_rank(path: str, rank: int) -> str:
     """Return the file of `rank` when every rank writes one: ``a.json`` -> ``a.rank3.json``."""
-    pure = PurePath(path)
-    return str(pure.with_name(f"{pure.stem}.rank{rank}{pure.suffix}"))
+    return insert_in_name(path, f".rank{rank}")
 
 
 def path_of_world(path: str, epoch: int) -> str:
     """Return the file that is begun in a later world of a job: ``a.json`` -> ``a.world3.json``."""
+    return insert_in_name(path, f".world{epoch}")
+
+
+def insert_in_name(path: str, text: str) -> str:
+    """Return `path` with `text` before its suffix; a folder without a name, such as ``.``, as is.
+
+    Whoever opens the folder learns that it is one.
+    """
     pure = PurePath(path)
-    return str(pure.with_name(f"{pure.stem}.world{epoch}{pure.suffix}"))
+    return str(pure.with_name(f"{pure.stem}{text}{pure.suffix}")) if pure.name else path
 
 
 class Timeline:

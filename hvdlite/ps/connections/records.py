@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import NamedTuple, TextIO
 
-from hvdlite.common.timeline.recorder import Timeline
+from hvdlite.common.timeline.recorder import Timeline, insert_in_name
 
 TIMELINE, TRACE = "HVDLITE_TIMELINE", "HVDLITE_TRACE_ITERATIONS"
 DYNAMIC = "dynamic"
@@ -124,7 +124,11 @@ class Records:
         rows = None
         if trace:
             name = str(PurePath(path_of_process(trace, role, number)).with_suffix(".csv"))
-            rows = open(name, "w", newline="", encoding="utf-8", buffering=1)  # noqa: SIM115
+            try:
+                rows = open(name, "w", newline="", encoding="utf-8", buffering=1)  # noqa: SIM115
+            except OSError as error:
+                why = f"{role} {number} cannot write {TRACE}: {error.strerror}"
+                raise OSError(error.errno, why, name) from None
         made = cls(timeline, rows)
         made._own_timeline = owns
         return made
@@ -135,8 +139,7 @@ OFF = Records()
 
 def path_of_process(path: str, role: str, number: int) -> str:
     """Return the file of a process: ``a.json`` -> ``a.server0.json``."""
-    pure = PurePath(path)
-    return str(pure.with_name(f"{pure.stem}.{role}{number}{pure.suffix}"))
+    return insert_in_name(path, f".{role}{number}")
 
 
 def _track(kind: str, table: str, peer: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base import user_frames
-from hvdlite.common.base.errors import PeerLostError
+from hvdlite.common.base.errors import ConfigError, PeerLostError
 from hvdlite.common.decisions.stall_inspector import StallInspector, Waiting
 from hvdlite.common.engine import tree_links
 from hvdlite.common.requests.entries import Entry
@@ -554,6 +555,20 @@ def test_settings_that_do_not_work_together_are_an_error_at_init() -> None:
 # -- text, memory and signals that the engine must bear
 
 NOT_UTF8 = "caf\udce9"
+
+
+def test_the_engine_runs_on_the_core_of_the_settings_or_not_at_all() -> None:
+    core = min(os.sched_getaffinity(0))
+
+    def cores(rank: int) -> set[int]:
+        (engine,) = (each for each in threading.enumerate() if each.name == "hvdlite-engine")
+        return os.sched_getaffinity(engine.native_id or 0)
+
+    assert run_ranks(1, cores, config=Config(thread_affinity=(core,))) == [{core}]
+    with pytest.raises(ConfigError, match=r"AFFINITY=99999: rank 0 cannot use core 99999: .*other"):
+        run_ranks(1, cores, config=Config(thread_affinity=(99999,)))
+    with pytest.raises(ConfigError, match=rf"AFFINITY={core}: rank 1 has local rank 1: name a co"):
+        run_ranks(2, lambda rank: None, config=Config(thread_affinity=(core,)))
 
 
 def test_a_name_that_cannot_be_sent_is_refused_at_the_call() -> None:

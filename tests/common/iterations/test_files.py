@@ -185,3 +185,21 @@ def test_a_parquet_file_of_another_kind_is_refused_by_name(tmp_path: Path) -> No
     path.write_bytes(b"PAR1 or not")
     with pytest.raises(RowsFormatError, match=r"a\.parquet"):
         read_rows(str(path))
+
+
+def test_the_parquet_file_of_a_job_that_was_killed_says_what_to_use(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="the extra 'parquet' is not installed")
+    path = str(tmp_path / "a.parquet")
+    open_rows(path).append([row(0)])
+    with pytest.raises(RowsFormatError, match=r"a\.parquet: it is empty: .* ended.* a \.csv file"):
+        read_rows(path)
+
+
+def test_a_csv_file_that_gets_wider_stays_behind_its_link(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").symlink_to("target.csv")
+    file = open_rows(str(tmp_path / "a.csv"))
+    rows = [row(0), row(1, (1.0, 1.5, 10))]
+    for each in rows:
+        file.append([each])
+    file.close()
+    assert (tmp_path / "a.csv").is_symlink() and read_rows(str(tmp_path / "target.csv")) == rows

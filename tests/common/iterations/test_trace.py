@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.iterations.rows import CsvFile, IterationRow, ParquetFile, read_rows
 from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
+from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -127,3 +129,15 @@ def test_a_stop_in_the_middle_of_a_flush_ends_the_writer() -> None:
         assert len(trace.rows()) == 1
 
     run_ranks(1, main)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_file_of_the_settings_that_cannot_be_written_is_an_error_at_init(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / "none" / f"t.{suffix}"
+    wanted = rf"HVDLITE_TRACE_ITERATIONS: rank 0: .*t\.rank0\.{suffix} must be a file in a folder"
+    with pytest.raises(ConfigError, match=wanted):
+        run_ranks(1, lambda rank: None, config=Config(trace_iterations=str(path)))
+    path.parent.mkdir()
+    run_ranks(1, lambda rank: None, config=Config(trace_iterations=str(path)))

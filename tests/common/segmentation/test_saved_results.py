@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.segmentation import saved_results as learned
 from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.settings.config import Config
 from tests.common.segmentation.machine import coarse_resnet
+from tests.ranks import run_ranks
 
 
 def test_a_file_goes_round(tmp_path: Path) -> None:
@@ -86,3 +89,20 @@ def test_a_file_that_cannot_be_written_ends_nothing(
     with caplog.at_level(logging.WARNING, "hvdlite"):
         learned.save(path, [23], coarse_resnet(24))
     assert path in caplog.text
+
+
+def test_a_file_of_the_settings_that_cannot_be_written_is_an_error_at_init(tmp_path: Path) -> None:
+    for path, why in (
+        (tmp_path / "none" / "a.json", "be a file in a folder"),
+        (tmp_path, "a folder"),
+    ):
+        with pytest.raises(ConfigError, match=f"HVDLITE_SEGMENTATION: rank 0: {path} .*{why}"):
+            run_ranks(2, lambda rank: None, config=Config(segmentation=f"auto:{path}"))
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    gradients = coarse_resnet(24)
+    learned.save(str(tmp_path / "link"), [3, 23], gradients)
+    assert (tmp_path / "link").is_symlink()
+    assert learned.load(str(tmp_path / "target"), gradients) == [3, 23]

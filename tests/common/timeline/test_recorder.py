@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdlite.numpy as hvd
+from hvdlite.common.runtime.recording import Recording
 from hvdlite.common.settings.config import Config
 from hvdlite.common.timeline import chrome_trace as trace_module
 from hvdlite.common.timeline import recorder as timeline_module
@@ -416,6 +417,12 @@ def test_the_path_of_a_rank() -> None:
     assert path_of_rank("a/b.json", 3) == "a/b.rank3.json"
     assert path_of_rank("b", 0) == "b.rank0"
     assert path_of_rank("a.b/c.tar.json", 12) == "a.b/c.tar.rank12.json"
+
+
+def test_a_folder_without_a_name_is_refused_as_any_folder() -> None:
+    for config in (Config(timeline="."), Config(timeline="/", timeline_all_ranks=True)):
+        with pytest.raises(IsADirectoryError, match="rank 0 cannot write the timeline: Is a"):
+            Recording(config, 0).begin()
 
 
 def test_a_job_records_who_was_ready_and_what_was_done(tmp_path: Path) -> None:

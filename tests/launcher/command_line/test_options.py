@@ -296,6 +296,8 @@ def test_the_config_file_has_horovods_keys_and_flags_win(tmp_path: Path) -> None
         ),
         ("surprise: 1", "unknown key surprise; the keys are autotune."),
         ("autotune: {bayes: 3}", "unknown key autotune.bayes"),
+        ("params: 3", "params=3: params must be a section of keys"),
+        ("params: [cycle_time_ms]", "params must be a section of keys"),
         ("[1, 2]", "the whole file"),
         ("params: {cycle_time_ms: often}", "params.cycle_time_ms='often'"),
         ("params: {fusion_threshold_mb: true}", "params.fusion_threshold_mb"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import threading
@@ -226,6 +227,15 @@ def test_flags(tmp_path: Path) -> None:
             options(f"--live-page={place}")
     with pytest.raises(ConfigError, match=r"--live-report /nowhere/a\.html: must be a file in"):
         options("--live-report", "/nowhere/a.html")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to pipe").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, why in (("pipe", "a device or a pipe"), ("to pipe", "a device or a pipe"),
+                      ("", "a folder"), ("loop", "in a folder that can be written")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^--live-report .*{name}: must be .*{why}"):
+            options("--live-report", str(tmp_path / name))
+    (tmp_path / "link").symlink_to("target")  # What it names is written, and it stays a link.
+    assert options("--live-report", str(tmp_path / "link")).report == str(tmp_path / "target")
     found = options("--live-page", "[::]:80", "--live-report", str(tmp_path / "a"))
     assert (found.page, found.report) == (("::", 80), str(tmp_path / "a"))
     assert found.title == "train.py" and found.counts
