@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +17,18 @@ from hvdlite.torch.compression import Compressor
 from hvdlite.torch.optimizer import gradient_exchange as exchange
 from tests.ranks import run_ranks
 from tests.torch.small_net import SIZE, Tensor, flat, loss_of, net, reduced_gradients, sgd
+
+
+def trained_alone(steps: Iterable[Iterable[tuple[int, int]]]) -> Tensor:
+    """The weights of one process after steps over these data of ranks, each by its number."""
+    model = net()
+    optimizer = sgd(model, 0.01)
+    for batches in steps:
+        optimizer.zero_grad()
+        for batch in batches:
+            (loss_of(model, *batch) / 2).backward()
+        optimizer.step()
+    return flat(model)
 
 
 def test_clipping_between_synchronize_and_step() -> None:
@@ -128,18 +141,16 @@ def test_a_step_that_is_skipped_after_synchronize_leaves_nothing_behind(
             optimizer.step()
 
     run_ranks(2, main)
-    alone = net()
-    optimizer = sgd(alone, 0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank in range(2):
-            if how == "nothing is set to 0":
-                (loss_of(alone, rank, 2 * step) / 2).backward()
-            if rank == 0 or step != 2 or how == "nothing is set to 0":
-                (loss_of(alone, rank, 2 * step + 1) / 2).backward()
-        optimizer.step()
+    alone = trained_alone(
+        [
+            (rank, 2 * step + last)
+            for rank, last in product(range(2), range(2))
+            if how == "nothing is set to 0" or (last and (rank == 0 or step != 2))
+        ]
+        for step in range(4)
+    )
     for model in models:
-        torch.testing.assert_close(flat(model), flat(alone))
+        torch.testing.assert_close(flat(model), alone)
 
 
 def test_reduced_gradients_that_were_kept_are_put_back_for_the_step() -> None:
@@ -179,14 +190,9 @@ def test_a_scaler_skips_a_step_and_the_next_one_is_reduced() -> None:
             scaler.update()
 
     run_ranks(2, main)
-    alone = net()
-    optimizer = sgd(alone, 0.01)
-    for step in (0, 2):
-        optimizer.zero_grad()
-        (sum((loss_of(alone, rank, step) for rank in range(2)), torch.zeros(())) / 2).backward()
-        optimizer.step()
+    alone = trained_alone([(rank, step) for rank in range(2)] for step in (0, 2))
     for model in models:
-        torch.testing.assert_close(flat(model), flat(alone))
+        torch.testing.assert_close(flat(model), alone)
 
 
 def test_gradients_that_were_set_by_hand_are_reduced() -> None:
