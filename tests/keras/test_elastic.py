@@ -69,7 +69,7 @@ def test_the_vectors_of_a_state() -> None:
 
 
 def test_ranks_whose_keras_has_counted_differently_are_synchronized() -> None:
-    """One of them has built more models before, or has loaded this one."""
+    """One of them has built more models before."""
 
     def main(rank: int) -> list[Any]:
         for _ in range(rank):
