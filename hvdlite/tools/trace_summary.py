@@ -113,7 +113,8 @@ def _files(path: str) -> list[str]:
     )
     if not by_rank:
         first = pure.with_name(f"{pure.stem}.rank0{pure.suffix}")
-        others = sorted(glob(str(folder / f"{escape(pure.stem)}.[ws]*er[0-9]*.csv")))
+        patterns = (f"{escape(pure.stem)}.{role}[0-9]*.csv" for role in ("server", "worker"))
+        others = sorted(file for pattern in patterns for file in glob(str(folder / pattern)))
         but = f", but {others[0]}: it holds {PUSHES}" if others else ""
         raise FileNotFoundError(f"{path}: there is no such file, and no {first}{but}")
     return [file for _, file in by_rank]
