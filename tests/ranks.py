@@ -61,7 +61,7 @@ def run_ranks(
     def body(rank: int) -> Any:
         runtime = Runtime(world.transport(rank), config or Config())
         try:
-            runtime.record_by_setting()
+            runtime.follow_settings()
             with use(runtime):
                 return main(rank)
         finally:

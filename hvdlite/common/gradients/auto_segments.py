@@ -18,7 +18,6 @@ runtime.py.
 from __future__ import annotations
 
 import logging
-import os
 import time
 import weakref
 from collections import deque
@@ -35,7 +34,7 @@ from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
-from hvdlite.common.settings.setting import output_file
+from hvdlite.common.settings.setting import check_output_file
 from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 log = logging.getLogger("hvdlite")
@@ -59,13 +58,9 @@ def no_rank_has_joined(label: str, process_set: ProcessSet) -> bool:
 
 
 def _checked(file: str) -> str:
-    """Return the file that keeps what is learned; "" with a warning where it cannot be written.
-
-    One that exists may be read all the same.
-    """
+    """Return the file that keeps what is learned; "" with a warning where it cannot be written."""
     try:
-        if file and not os.path.isfile(file):
-            output_file(file)
+        check_output_file(file)
     except ValueError as error:
         log.warning("what segmentation auto:%s learns will not be kept: the file %s", file, error)
         return ""

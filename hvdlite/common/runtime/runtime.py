@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from hvdlite.common.runtime.recording import Lasting
 from hvdlite.common.segmentation.parsing import UserChoice, read_strategy
 from hvdlite.common.segmentation.strategies import Auto
 from hvdlite.common.settings.config import Config
-from hvdlite.common.settings.setting import output_file
+from hvdlite.common.settings.setting import check_output_file
 from hvdlite.common.transport.base import Transport, do_nothing
 
 log = logging.getLogger("hvdlite")
@@ -100,11 +99,12 @@ class Runtime:
             ", ".join(map(str, self.topology.peers(self.rank))), type(transport).__name__,
         )  # fmt: skip
 
-    def record_by_setting(self) -> None:
-        """Start the timeline that the settings ask for, if any. Raises `OSError`.
+    def follow_settings(self) -> None:
+        """Follow the settings that can only be right or wrong where this rank runs.
 
-        Also takes up the settings whose values can only be right or wrong where this rank runs.
-        Raises `ConfigError` for a wrong one, but in a later world of an elastic job, which goes on.
+        They are the core of the engine and files; the timeline is started. Raises `OSError` where
+        that cannot be, and `ConfigError` for the others, but in a later world of an elastic job,
+        which goes on.
         """
         try:
             self.engine.pin()
@@ -125,8 +125,7 @@ class Runtime:
         learned = strategy.file if isinstance(strategy, Auto) else ""
         for variable, file in (("TRACE_ITERATIONS", trace), ("SEGMENTATION", learned)):
             try:
-                if file and not os.path.isfile(file):  # Another may be read though not written.
-                    output_file(file)
+                check_output_file(file)
             except ValueError as error:
                 raise ConfigError(f"HVDLITE_{variable}: rank {self.rank}: {file} {error}") from None
 
@@ -193,7 +192,7 @@ class Runtime:
         failure: Exception | None = None
         try:
             if first:
-                self.record_by_setting()
+                self.follow_settings()
             new = self._new_sets(sets)
         except Exception as error:
             failure = error

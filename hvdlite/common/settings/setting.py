@@ -185,6 +185,12 @@ def output_file(path: str) -> str:
     return real
 
 
+def check_output_file(path: str) -> None:
+    """Raise as `output_file` for one that is written later; one that is there may be read alone."""
+    if path and not os.path.isfile(path):
+        output_file(path)
+
+
 def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **where: Any) -> Any:
     """Make a dataclass field that carries its `Setting`."""
     return field(default=default, metadata={"setting": (env, parse, help, where)})
