@@ -123,6 +123,19 @@ def test_lists_in_an_index(function: Any) -> None:
         check_against_one_process(Called(function), [torch.randn(4, 4, 4)], {"input0": (cuts,)}, 2)
 
 
+def test_many_lists_in_indexes_are_told_apart() -> None:
+    """Each becomes a tensor that ends at once, in whose place in memory the next one may lie."""
+
+    def turn(x: Any) -> Any:
+        for first in range(40):
+            made = x * 1
+            made[:, [first % 4, (first + 1) % 4]] = x[:, [(first + 2) % 4, (first + 3) % 4]]
+            x = made + x
+        return x / x.norm()
+
+    check_against_one_process(Called(turn), [torch.randn(4, 4, 4)], {"input0": ((2, 1, 1),)}, 2)
+
+
 def test_tensors_without_values_are_refused() -> None:
     nowhere = torch.empty(3, device="meta")
     with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) that has no values"):

@@ -130,6 +130,8 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.constants[name] = value.clone() if value.is_inference() else value
             self.know(stand_in, name)
             self._stand_ins[id(value)] = stand_in
+            # What torch makes of a list ends with its operator, and the next one may get its id.
+            self._kept.append(value)
         return self._stand_ins[id(value)]
 
     @staticmethod
