@@ -345,6 +345,23 @@ def test_state_that_is_loaded_or_replaced_holds(make: Make, options: dict[str, A
 
 
 @pytest.mark.parametrize(("make", "options"), STATEFUL)
+def test_state_whose_memory_has_moved_holds(make: Make, options: dict[str, Any]) -> None:
+    """A tensor that stays the same object goes to another device and back, and changes there."""
+    ours, oracle = both(make, options)
+    for training in (ours, oracle):
+        training.train([1, 2])
+        for place, parameter in enumerate(training.parameters):
+            for value in training.optimizer.state[parameter].values():
+                value.data = value.data.clone() + place % 2
+        training.train([3, 4])
+    check_same(ours, oracle, 4)
+    ours_saved = saved(ours)["state"]
+    for number, state in saved(oracle)["state"].items():
+        for name, value in state.items():
+            check_close(ours_saved[number][name], value, 4)
+
+
+@pytest.mark.parametrize(("make", "options"), STATEFUL)
 def test_an_optimizer_that_has_stepped_goes_on(make: Make, options: dict[str, Any]) -> None:
     ours, oracle = (Training(make, options, fused=False).train([1, 2]) for _ in range(2))
     ours.segments = [FlatGradients(part) for part in ours.split()]

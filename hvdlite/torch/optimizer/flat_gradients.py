@@ -77,8 +77,12 @@ class FlatLayout:
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of `buffer` for each tensor, each with a version counter of its own."""
-        places = zip(self.shapes, self.strides, self.offsets, strict=True)
-        return [buffer.data.as_strided(*place) for place in places]
+        return [self.view(buffer, index) for index in range(len(self.shapes))]
+
+    def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the view of `buffer` for one tensor."""
+        place = self.shapes[index], self.strides[index], self.offsets[index]
+        return buffer.data.as_strided(*place)
 
 
 class FlatGradients:

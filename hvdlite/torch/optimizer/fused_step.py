@@ -6,7 +6,8 @@ optimizer move to buffers of the same layout (`SegmentBuffers`). Parameter objec
 that the optimizer treats alike form a run, and torch's own kernel handles a run as one flat tensor.
 
 The optimizer's ordinary step handles all other parameters: those without a gradient, those of no
-segment, and those whose ``data`` or ``grad`` the user has replaced.
+segment, and those whose ``data`` or ``grad`` the user has replaced. State that the user has
+replaced, or whose ``data``, moves to the buffers again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Tensor = torch.Tensor
 class SegmentParameter:
     """One parameter of a segment."""
 
-    __slots__ = ("address", "gradient", "index", "number", "parameter", "state")
+    __slots__ = ("address", "gradient", "index", "number", "parameter", "state", "state_addresses")
 
     def __init__(self, parameter: Tensor, gradient: Tensor, number: int, index: int) -> None:
         """Describe a parameter by its `index` in this segment and its `number` in all of them."""
@@ -44,11 +45,17 @@ class SegmentParameter:
         self.address = parameter.data_ptr()  # The parameter lies in the buffer already.
         # The views that the optimizer's state should have for this parameter, by name.
         self.state: dict[str, Tensor] = {}
+        self.state_addresses: dict[str, int] = {}
 
     def is_in_buffers(self) -> bool:
         """Return whether parameter and gradient lie in the buffers: the user replaced neither."""
         parameter = self.parameter
         return parameter.grad is self.gradient and parameter.data_ptr() == self.address
+
+    def has_in_buffers(self, name: str) -> bool:
+        """Return whether the view of a state lies in the buffers: its data was not replaced."""
+        view = self.state.get(name)
+        return view is not None and view.data_ptr() == self.state_addresses[name]
 
 
 @dataclass
@@ -75,7 +82,7 @@ class SegmentBuffers:
                 SegmentParameter(parameter, flat.view(parameter), first_number + index, index)
             )
         self.steps = torch.zeros(len(self.members))
-        self._state: dict[str, tuple[Tensor, list[Tensor]]] = {}
+        self._state: dict[str, Tensor] = {}
 
     def move_steps(self, device: torch.device) -> None:
         """Keep the count of steps of each parameter on this device."""
@@ -89,9 +96,8 @@ class SegmentBuffers:
         if name == "step":
             return self.steps[member.index]
         if name not in self._state:
-            buffer = self.layout.allocate()
-            self._state[name] = buffer, self.layout.views(buffer)
-        return self._state[name][1][member.index]
+            self._state[name] = self.layout.allocate()
+        return self.layout.view(self._state[name], member.index)
 
     def run(
         self, members: Sequence[SegmentParameter], names: Sequence[str], fresh: bool
@@ -106,7 +112,7 @@ class SegmentBuffers:
                 run.state[name] = self.steps[first]
                 run.other_steps = self.steps[first + 1 : last + 1]
             else:
-                run.state[name] = self._state[name][0][span]
+                run.state[name] = self._state[name][span]
         return run
 
 
@@ -210,7 +216,7 @@ class FusedStep:
             if group != _NO_GROUP and member.state:
                 state = optimizer_state.get(member.parameter, {})
                 for name, view in member.state.items():
-                    if state.get(name) is not view:
+                    if state.get(name) is not view or not member.has_in_buffers(name):
                         return False
         return True
 
@@ -248,9 +254,12 @@ class FusedStep:
         Return whether it is fresh: the kernel has to make some of it in this step.
         """
         member.state = {
-            name: member.state[name] if name in member.state else segment.state_view(name, member)
+            name: member.state[name]
+            if member.has_in_buffers(name)
+            else segment.state_view(name, member)
             for name in names
         }
+        member.state_addresses = {name: view.data_ptr() for name, view in member.state.items()}
         fresh = False
         for name, view in member.state.items():
             state = self._optimizer.state[member.parameter]
