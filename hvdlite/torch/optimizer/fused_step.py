@@ -162,6 +162,8 @@ class FusedStep:
         # The groups, names of state and step counts for which `_calls` was planned. None when
         # the last step has made new state, so that the next step plans anew.
         self._planned_for: object = None
+        # The parameters of these calls with the state that they should show, and its addresses.
+        self._shown: list[tuple[Tensor, list[tuple[str, Tensor, int]]]] = []
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -179,7 +181,7 @@ class FusedStep:
         membership, others = self._assign(groups)
         names = [self._kernel.names(group) for group in groups]
         inputs = membership, names, self._step_versions()
-        if inputs != self._planned_for or not self._owns_state(membership):
+        if inputs != self._planned_for or not self._owns_state():
             self._plan_calls(membership, names, groups)
         scaler = self._scaler()
         for number, runs in self._calls:
@@ -209,15 +211,14 @@ class FusedStep:
                     others[number].append(parameter)
         return membership, others
 
-    def _owns_state(self, membership: list[int]) -> bool:
+    def _owns_state(self) -> bool:
         """Return whether the optimizer's state shows the buffers: the user has not replaced it."""
         optimizer_state = self._optimizer.state
-        for member, group in zip(self._members.values(), membership, strict=True):
-            if group != _NO_GROUP and member.state:
-                state = optimizer_state.get(member.parameter, {})
-                for name, view in member.state.items():
-                    if state.get(name) is not view or not member.has_in_buffers(name):
-                        return False
+        for parameter, views in self._shown:
+            state = optimizer_state.get(parameter, {})
+            for name, view, address in views:
+                if state.get(name) is not view or view.data_ptr() != address:
+                    return False
         return True
 
     def _plan_calls(
@@ -245,6 +246,14 @@ class FusedStep:
                     run = segment.run([*members], names[group], is_fresh)
                     calls.setdefault(kind, (group, []))[1].append(run)
         self._calls = [*calls.values()]
+        self._shown = [
+            (
+                member.parameter,
+                [(name, view, member.state_addresses[name]) for name, view in member.state.items()],
+            )
+            for member, group in zip(self._members.values(), membership, strict=True)
+            if group != _NO_GROUP and member.state
+        ]
 
     def _adopt_state(
         self, segment: SegmentBuffers, member: SegmentParameter, names: Sequence[str]
