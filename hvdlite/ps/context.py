@@ -90,7 +90,10 @@ def worker() -> Worker:
 
 
 def shutdown() -> None:
-    """Leave the cluster; the last worker's call ends the servers and the scheduler."""
+    """Leave the cluster when the servers have all that this worker has pushed.
+
+    The last worker's call ends the servers and the scheduler.
+    """
     context, _Held.context = _Held.context, None
     if context is not None and context.worker is not None:
         context.worker.leave()
@@ -108,7 +111,8 @@ def _leave_at_exit() -> None:
 def leave() -> None:
     """Let the other workers go on without this one, which has no more data.
 
-    In sync, what it has pushed counts, and the next version is made of the others' gradients alone.
+    Returns when the servers have all that it has pushed. In sync, that counts, and the next version
+    is made of the others' gradients alone.
     """
     shutdown()
 

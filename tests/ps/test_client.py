@@ -49,7 +49,7 @@ def test_an_error_in_the_thread_fails_all_that_waits_and_all_that_comes(
     assert isinstance(errors[0].__cause__, ZeroDivisionError)
     for call in (
         lambda: first.table.pull(first.values), lambda: first.push().wait(), first.worker.barrier,
-        lambda: first.worker.declare("u", first.table.specs, first.table._options, list),
+        lambda: first.worker.declare("u", first.table.specs, first.table.options, list),
     ):  # fmt: skip
         with pytest.raises(HorovodInternalError, match="talks with servers has failed"):
             call()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
@@ -17,10 +18,16 @@ from hvdlite.ps.cluster import enrolment
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.raw_calls import RawTable
 from hvdlite.ps.scheduler import scheduler
+from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.running import run_scheduler
 from hvdlite.ps.server import running, server
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.tables.row_store import RowsSpec
+from hvdlite.ps.tables.updater import Added
+from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import (
@@ -181,6 +188,27 @@ def test_a_worker_that_leaves_a_step_half_pushed_is_told(
     told = [each.message for each in caplog.records if "leaves" in each.message]
     assert [text.partition(",")[0] for text in told] == ([] if again else ["worker 0 leaves"])
     assert again or "its push of step 0 of the table 't', which others have not" in told[0]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("mode", [(ASYNC, None), (SSP, 3)])
+def test_workers_hear_of_updates_that_are_lost_with_a_server(
+    new_cluster: NewCluster, caplog: pytest.LogCaptureFixture, mode: tuple[str, int | None],
+    every: int,
+) -> None:  # fmt: skip
+    """In sync they are to go back, as other tests show."""
+    cluster = new_cluster(1, 2, every=every)
+    first, second = trainers(cluster, 2, *mode)
+    for trainer in (first, second, first, second):
+        trainer.push().wait()
+    cluster.restart_server(0)
+    in_threads(lambda: first.train(3), lambda: second.train(3))
+    told = [each.getMessage() for each in caplog.records if "goes on from" in each.getMessage()]
+    expected = "the table 't' goes on from version 0 on server 0, and had {}: the server was lost"
+    assert sorted(text.partition(",")[0] for text in told) == (
+        [] if every == 1 else ["the table 't' goes on from version 0 on server 0"] * 2
+    )
+    assert every == 1 or any(text.startswith(expected.format(4)) for text in told)
 
 
 def test_a_server_that_does_not_return_ends_the_job_and_is_named(new_cluster: NewCluster) -> None:
@@ -395,6 +423,58 @@ def test_who_leaves_is_gone_whatever_was_under_way(
         client.ask(lambda done: own.request(fence, done)).wait()
     client.close()
     assert cluster.state.membership.workers() == []
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_all_that_was_pushed_before_a_worker_leaves_counts(
+    new_cluster: NewCluster, mode: str
+) -> None:
+    """Pushes begin one after another, and a pull among them waits for the other worker."""
+    cluster = new_cluster(2, 2, updater=Added)
+    spec, rows = TensorSpec("w", "float64", (1000,)), RowsSpec(5, 2, "float64", 0, "zeros")
+    options = TableOptions(mode, average=False)
+
+    def tables(number: int) -> tuple[Worker, RawTable, RemoteRows]:
+        worker = cluster.worker(f"worker {number}", number)
+        values = [np.zeros(spec.size)]
+        table = worker.declare("w", [spec], options, lambda: values, RawTable)
+        of_rows = TensorSpec("rows", "float64", (5, 2))
+        return worker, table, worker.declare_rows(of_rows, options._replace(rows=rows.fields))
+
+    (stays, kept, kept_rows), (leaves, left, left_rows) = in_threads(
+        lambda: tables(0), lambda: tables(1)
+    )
+    for count in range(40):
+        left.push_async(np.ones(spec.size))
+        left_rows.push([1, 3], np.ones((2, 2)))
+        if count % 10 == 5:
+            pulls = [left.pull_async(), left_rows.pull([0])]
+    leaves.leave()
+    for handle in pulls:
+        assert handle.ended_within(20)
+    wait_until(lambda: cluster.state.membership.workers() == [0])
+    for _ in range(40):
+        kept.push_async(np.ones(spec.size))
+        kept_rows.push([1], np.ones((1, 2)))
+    assert np.array_equal(kept.pull_async().wait(), np.full(spec.size, 80.0))
+    assert kept_rows.pull(range(5)).wait()[:, 0].tolist() == [0, 80, 0, 40, 0]
+    stays.leave()
+
+
+def test_a_worker_that_leaves_says_which_pushes_are_lost(
+    new_cluster: NewCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = new_cluster(2, 1, server_seconds=0.3, updater=Added)
+    worker = cluster.worker("worker 0")
+    spec = TensorSpec("w", "float64", (1000,))
+    values = [np.zeros(spec.size)]
+    table = worker.declare("w", [spec], TableOptions(ASYNC), lambda: values, RawTable)
+    cluster.servers[1].end()
+    for _ in range(3):
+        table.push_async(np.ones(spec.size))
+    worker.leave()
+    (told,) = [each.getMessage() for each in caplog.records if "leaves" in each.getMessage()]
+    assert told.startswith("worker 0 leaves, and 3 of its pushes to the table 'w' are lost: server")
 
 
 def test_the_scheduler_ends_with_the_job_though_a_worker_was_lost(

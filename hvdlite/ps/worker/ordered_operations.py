@@ -39,6 +39,13 @@ class OrderedOperations:
         self._waiting.append((begin, done, True))
         self._next()
 
+    def drop_pulls(self, error: Exception) -> None:
+        """Fail the pulls whose turn has not come, so that pushes behind them are sent at once."""
+        pulls = [done for _, done, pulls in self._waiting if pulls]
+        self._waiting = deque(each for each in self._waiting if not each[2])
+        for done in pulls:
+            done(error)
+
     def _next(self) -> None:
         if self._begins:
             return

@@ -33,7 +33,7 @@ class RemoteRows(TableShards):
         links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
     ) -> None:  # fmt: skip
         assert options.rows is not None
-        self.spec, self._tensor = RowsSpec(*options.rows), spec
+        self.spec, self.specs = RowsSpec(*options.rows), [spec]
         self.numbers: Sequence[Mapping[str, Any]] = ()  # Hyperparameters for pushes without a body.
         super().__init__(answer, options, client, links, worker, declaration)
 
@@ -43,8 +43,8 @@ class RemoteRows(TableShards):
 
     def _describe(self, server: int, servers: int) -> Mapping[str, Any]:
         share = RowShare(self.spec, server, servers)
-        mode, average = self._options.clock_mode, self._options.average
-        return describe_table([self._tensor], [], mode, average=average, rows=share)
+        mode, average = self.options.clock_mode, self.options.average
+        return describe_table(self.specs, [], mode, average=average, rows=share)
 
     def raise_if_rolled_back(self) -> None:
         """See `TableShards`. Tables beside it have the values of the step that is next then."""

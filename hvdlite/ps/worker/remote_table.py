@@ -49,8 +49,8 @@ class RemoteTable(TableShards):
 
     def _describe(self, server: int, servers: int) -> Mapping[str, Any]:
         return describe_table(
-            self.specs, self._blocks[server], self._options.clock_mode,
-            average=self._options.average, first_key=self._first_key,
+            self.specs, self._blocks[server], self.options.clock_mode,
+            average=self.options.average, first_key=self._first_key,
         )  # fmt: skip
 
     def _first_values(self, server: int) -> Sequence[Buffer]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections.messages import REPLACES, Buffer, Message
 from hvdlite.ps.connections.records import OFF
+from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.gradient_pieces import Rest
 from hvdlite.ps.worker.ordered_operations import MovedError, OrderedOperations
 
@@ -45,6 +47,7 @@ class Shard:
         self.table, self.server, self._worker = table, server, worker
         self.version = -1  # Of the last values that were pulled.
         self.load = 0  # The last load that they have.
+        self._reached = 0  # The highest version that the server has told of.
         self.clock = 0  # Of the next step.
         # The clock that the server has given first, or had when another one lost steps. Steps
         # before it are made again, and the server that has them must not let them count twice.
@@ -132,6 +135,11 @@ class Shard:
         self._pull = _Request(message, done)
         self.records.begin("pull", self.table, self._peer)
         self._send_again("pull")
+
+    def drop_pulls(self, error: Exception) -> None:
+        """Fail the pulls of which nobody needs the values, before those that push behind them."""
+        self.operations.drop_pulls(error)
+        self._end("pull", error)
 
     def come_again(self) -> None:
         """Start anew at a server that does not know this worker."""
@@ -246,6 +254,7 @@ class Shard:
             if kind == "push":  # A pull behind it waits at the server until this push has come.
                 self._end("pull", error)
         else:
+            self._reached = max(self._reached, message.clock)
             if self.records.enabled:
                 self._record(kind, message)
             if message.kind == "values":
@@ -272,6 +281,7 @@ class Shard:
             self._started = True
             self._extra = {}
             self._of = message.body.get("of")
+            self._tell_of_loss(message.clock)
             self._take_clock(message)
             self._confirm(message.body["clock"])
             for word in ("push", "pull"):
@@ -295,6 +305,17 @@ class Shard:
             self.fail(HorovodInternalError(self._words(message)))
         elif message.kind == "moved":
             self._fail_all(MovedError())
+
+    def _tell_of_loss(self, version: int) -> None:
+        """Say which updates a server that was lost has forgotten; in sync all make them again."""
+        had, self._reached = self._reached, version
+        if version < had and self._description["mode"] != SYNC:
+            log.warning(
+                f"the table '{self.table}' goes on from version {version} on server {self.server}, "
+                f"and had {had}: the server was lost, and with it the updates in between, but the "
+                "pushes that workers send again. With --ps-snapshot and --ps-snapshot-every 1 it "
+                "loses nothing"
+            )
 
     def _take_clock(self, message: Message) -> None:
         clock: int = message.body["clock"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client, Plan
@@ -96,13 +97,14 @@ class TableShards:
         links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
     ) -> None:  # fmt: skip
         self.name = answer.table
-        self._options, self._links, self._worker, self._client = options, links, worker, client
+        self.options, self._links, self._worker, self._client = options, links, worker, client
         self._shards: Sequence[Shard] = self._new_shards(answer)
         self.peers: Sequence[TableShards] = ()  # Tables whose steps are those of this one.
         self.declaration, self.layout = declaration, answer.body["layout"]
         self.is_sync = options.mode == SYNC
         self.gate = Gate(lambda: self.clock, lambda: any(each.failed for each in self._shards))
         self._rolled_back: PsRolledBack | None = None
+        self._pushes: set[Handle] = set()  # Those that are not answered.
         self.has_pushed = False
         # A process of this worker that has ended has pushed its next step to some servers alone.
         self.is_half_pushed = False
@@ -208,7 +210,7 @@ class TableShards:
 
     @property
     def is_whole(self) -> bool:
-        return self._options.part_bytes is None
+        return self.options.part_bytes is None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -275,8 +277,28 @@ class TableShards:
             begins.append(partial(shard.operations.push, begin) if in_order else begin)
         self.has_pushed, self.is_half_pushed = True, False
         handle = self._client.ask_all(begins)
-        handle.on_end(self.gate.answered)
+        self._pushes.add(handle)
+        handle.on_end(partial(self._answered, handle))
         return handle
+
+    def _answered(self, push: Handle) -> None:
+        self._pushes.discard(push)
+        self.gate.answered()
+
+    def drop_pulls(self, error: Exception) -> None:
+        """Fail the pulls that are not answered, which pushes wait for."""
+        for shard in self._shards:
+            self._client.call(partial(shard.drop_pulls, error))
+
+    def finish_pushes(self) -> list[Exception]:
+        """Wait until the servers have what was pushed; return why some of it is lost."""
+        errors = []
+        for push in [*self._pushes]:
+            try:
+                push.wait()
+            except HorovodInternalError as error:
+                errors.append(error)
+        return errors
 
     def _pull_parts(self, plan: Callable[[], Plan]) -> Handle:
         """Return a handle of what is pulled as planned, anew where others keep the table now."""

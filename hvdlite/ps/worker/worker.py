@@ -27,6 +27,7 @@ from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.table_shards import TableShards
 
 WATCH_SECONDS = 2.0
+LEAVES = "this worker leaves its cluster: wait for what is pulled before that"
 
 AnyTable = TypeVar("AnyTable", bound=TableShards)
 
@@ -207,7 +208,11 @@ class Worker:
         return [handle.wait() for handle in handles]
 
     def leave(self) -> None:
-        """Let the others go on without this worker, and end its connections."""
+        """Let the others go on without this worker, and end its connections.
+
+        Waits until servers have what was pushed; what they will never have is warned of.
+        """
+        self._finish_pushes()
         for table in [each for each in self.named.values() if each.is_half_pushed]:
             log.warning(
                 f"worker {self.number} leaves, and some servers have its push of step "
@@ -218,6 +223,17 @@ class Worker:
             self._client.ask(server.leave).ended_within(5.0)
         self._enrolment.leave()
         self.close()
+
+    def _finish_pushes(self) -> None:
+        tables = [*self.named.values()]
+        for table in tables:  # Others may wait for this worker before they push what a pull needs.
+            table.drop_pulls(HorovodInternalError(LEAVES))
+        for table in tables:
+            if lost := table.finish_pushes():
+                log.warning(
+                    f"worker {self.number} leaves, and {len(lost)} of its pushes to the table "
+                    f"'{table.name}' are lost: {lost[0]}"
+                )
 
     def close(self) -> None:
         """End the connections without a word."""
