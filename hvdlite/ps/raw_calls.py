@@ -27,6 +27,8 @@ from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.worker import Worker
 
+ROWS_CALLS = "{!r} is a tensor of rows: call push_rows and pull_rows"
+
 # A table of one tensor, as a worker pushes to it and pulls from it by its name.
 
 
@@ -94,19 +96,28 @@ class RawCalls:
         that was not started begins it with zeros. `mode`, `staleness` and
         `scale` are those of `DistributedOptimizer`: with "1/W", async and ssp divide each push by
         the number of workers that take part. In sync, `op` is Sum or Average of what all push.
+
+        Raises ValueError for integers that would be divided by the number of workers, and where
+        this worker knows the tensor as another one or with other options.
         """
         if isinstance(name, Mapping) != (array is None):
             raise TypeError("start takes a name and an array, or a mapping of names to arrays")
         worker, options = _worker(), TableOptions.of(mode, staleness, op, scale)
         if not isinstance(name, Mapping):
-            _start(worker, name, self._array(array), options)
+            _start(worker, name, self._native(array), options)
             return
-        values = {each: self._array(value) for each, value in name.items()}
-        specs = {PREFIX + each: [_spec_of(each, value)] for each, value in values.items()}
+        values = {each: self._native(value) for each, value in name.items()}
+        specs = {_key(each): [_spec_of(each, value)] for each, value in values.items()}
         new = sorted(specs.keys() - worker.named.keys())
         worker.announce({each: specs[each] for each in new}, options)
         for each, value in values.items():
             _start(worker, each, value, options)
+
+    def _native(self, tensor: Any) -> Array:
+        """Return an array whose bytes are in the order of this machine."""
+        value = self._array(tensor)
+        native = value.dtype.isnative
+        return value if native else value.astype(value.dtype.newbyteorder("="))
 
     def start_rows(
         self, name: str, count: int, length: int, dtype: str = "float32", seed: int = 0,
@@ -117,12 +128,17 @@ class RawCalls:
 
         What a row begins with depends on `seed`, `name` and its number: `initializer` is "normal"
         (`scale` is the standard deviation), "uniform" (from -`scale` to `scale`) or "zeros".
+        Raises ValueError where this worker knows the tensor as another one or with other options.
         """
         worker = _worker()
         rows = RowsSpec(count, length, str(np.dtype(dtype_of(dtype))), seed, initializer, scale)
         options = TableOptions.of(mode, staleness, op)._replace(rows=rows.fields)
-        if PREFIX + name not in worker.named:
-            worker.declare_rows(TensorSpec(PREFIX + name, rows.dtype, (count, length)), options)
+        known = worker.named.get(_key(name))
+        spec = TensorSpec(_key(name), rows.dtype, (count, length))
+        if known is None:
+            worker.declare_rows(spec, options)
+        else:
+            _check_same(name, known, spec, options)
 
     def push_async(self, name: str, array: Any) -> int:
         """Begin to add an array to the tensor `name`; return a handle.
@@ -130,13 +146,12 @@ class RawCalls:
         The array may be changed when this returns. Raises ValueError for another dtype or shape
         than that of the tensor, and `HorovodInternalError` where another worker has begun it so.
         """
-        worker, value = _worker(), self._array(array)
-        table = worker.named.get(PREFIX + name)
+        worker, value = _worker(), self._native(array)
+        table = worker.named.get(_key(name))
         if table is None:
-            options = TableOptions.of(ASYNC, None, ReduceOp.SUM)
-            known = worker.find(PREFIX + name)
-            zeros = np.zeros_like(value)
-            table = _start(worker, name, zeros, known[1] if known else options)
+            known = _find(worker, name)
+            options = known[1] if known else TableOptions.of(ASYNC, None, ReduceOp.SUM)
+            table = _start(worker, name, np.zeros_like(value), options)
         table = _dense(table, name)
         (spec,) = table.specs
         if value.dtype != dtype_of(spec.dtype) or value.shape != spec.shape:
@@ -157,9 +172,9 @@ class RawCalls:
         begun it.
         """
         worker = _worker()
-        table = worker.named.get(PREFIX + name)
+        table = worker.named.get(_key(name))
         if table is None:
-            known = worker.find(PREFIX + name)
+            known = _find(worker, name)
             if known is None:
                 raise HorovodInternalError(
                     f"no worker has begun {name!r}: push it, or call start, before it is pulled",
@@ -222,11 +237,55 @@ def _worker() -> Worker:
     return context.worker()
 
 
+def _key(name: str) -> str:
+    """Return the name of the table of a tensor."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor is a text, not {name!r}")
+    return PREFIX + name
+
+
+def _find(worker: Worker, name: str) -> tuple[list[TensorSpec], TableOptions] | None:
+    """Return what other workers have begun. Raises ValueError for a tensor of rows."""
+    known = worker.find(_key(name))
+    if known is not None and known[1].rows is not None:
+        raise ValueError(ROWS_CALLS.format(name))
+    return known
+
+
+def _check_same(
+    name: str, known: RemoteTable | RemoteRows, spec: TensorSpec, options: TableOptions
+) -> None:
+    """Raise ValueError where a table is another one than is asked for."""
+    (before,) = known.specs
+    has, wants = _words(before, known.options), _words(spec, options)
+    if has != wants:
+        raise ValueError(
+            f"{name!r} has begun here as {has}, and would begin again as {wants}: a tensor keeps "
+            "what it has begun with"
+        )
+
+
+def _words(spec: TensorSpec, options: TableOptions) -> str:
+    """Say all that belongs to a table."""
+    op = "Average" if options.average else "Sum"
+    words = {"mode": options.mode, "staleness": options.staleness, "scale": options.scale}
+    rows = "" if options.rows is None else f" {RowsSpec(*options.rows)}"
+    more = "".join(f", {key}={value!r}" for key, value in words.items() if value is not None)
+    return f"{spec.dtype} of shape {spec.shape}{rows}, op={op}{more}"
+
+
 def _start(worker: Worker, name: str, value: Array, options: TableOptions) -> RawTable:
-    known = worker.named.get(PREFIX + name)
+    known, spec = worker.named.get(_key(name)), _spec_of(name, value)
+    if options.scale is not None and value.dtype.kind in "iu":
+        raise ValueError(
+            f"scale={options.scale!r} divides what is pushed to {name!r} by the number of workers, "
+            f"and it is {value.dtype}: give floats"
+        )
     if known is not None:
-        return _dense(known, name)
-    flat, specs = value.reshape(-1).copy(), [_spec_of(name, value)]
+        table = _dense(known, name)
+        _check_same(name, table, spec, options)
+        return table
+    flat, specs = value.reshape(-1).copy(), [spec]
     table = worker.declare(PREFIX + name, specs, options, lambda: [flat], RawTable)
     assert isinstance(table, RawTable)
     return table
@@ -240,13 +299,13 @@ def _spec_of(name: str, value: Array) -> TensorSpec:
 
 def _dense(table: Any, name: str) -> RawTable:
     if not isinstance(table, RawTable):
-        raise ValueError(f"{name!r} is a tensor of rows: call push_rows and pull_rows")
+        raise ValueError(ROWS_CALLS.format(name))
     return table
 
 
 def _rows(name: str) -> RemoteRows:
     worker = _worker()
-    for known in (name, PREFIX + name):
+    for known in (name, _key(name)):
         table = worker.named.get(known)
         if isinstance(table, RemoteRows):
             return table

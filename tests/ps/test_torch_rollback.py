@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,3 +140,18 @@ def test_a_frozen_parameter_that_servers_decay_is_named(settings: Any) -> None:
     plain = torch.optim.SGD([weight, frozen], 0.5, weight_decay=0.1)
     with pytest.warns(UserWarning, match=r"frozen is frozen \(1 in all\)"):
         ps.DistributedOptimizer(plain, [("weight", weight), ("frozen", frozen)])
+
+
+def test_a_parameter_without_gradient_that_servers_decay_is_named(settings: Any) -> None:
+    weight, unused = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    plain = torch.optim.SGD([weight, unused], 0.5, weight_decay=0.1)
+    optimizer = ps.DistributedOptimizer(plain, [("weight", weight), ("unused", unused)])
+    for number in range(2):
+        weight.sum().backward()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert [str(each.message).partition(" (1 in all)")[0] for each in told] == (
+            [] if number else ["unused has no gradient in the first step"]
+        )
+    assert unused.tolist() == pytest.approx([0.95**2] * 4)

@@ -55,7 +55,10 @@ def dtype_of(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return bfloat16
-    dtype: np.dtype[Any] = np.dtype(name)
+    try:
+        dtype: np.dtype[Any] = np.dtype(name)
+    except TypeError:  # A name that is none, as that of a text.
+        dtype = np.dtype(object)
     if dtype.kind not in "fiu":
         raise ValueError(
             f"dtype {name} cannot be kept by a parameter server: give float or integer"

@@ -47,9 +47,14 @@ class PushingMixin(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter in names
         ]
-        _warn_of_frozen(
-            [(names[p], self.param_groups[n]) for p, n in chosen if not p.requires_grad]
+        _warn_of_decay(
+            [(names[p], self.param_groups[n]) for p, n in chosen if not p.requires_grad],
+            "is frozen",
         )
+        # Those that the first step looks at.
+        self._trained: Sequence[tuple[torch.Tensor, str, int]] = [
+            (p, names[p], n) for p, n in chosen if p.requires_grad and not hasattr(p, ROWS)
+        ]
         self._list = [parameter for parameter, _ in chosen if not hasattr(parameter, ROWS)]
         self._rows: list[tuple[PulledRows, RemoteRows, int]] = []
         self._targets: list[Target] = []
@@ -115,6 +120,12 @@ class PushingMixin(torch.optim.Optimizer):
                 body["numbers"] = self._numbers = numbers
         if self._follower is not None:
             self._follower.end_step()
+        if self._trained and not skips:
+            trained, self._trained = self._trained, ()
+            _warn_of_decay(
+                [(name, self.param_groups[n]) for p, name, n in trained if p.grad is None],
+                "has no gradient in the first step",
+            )
         if self._table is not None:
             self._table.push([] if skips else self._gradients.arrays(self._scale), body)
         handles = [self._push_rows(*each, body) for each in self._rows]
@@ -185,13 +196,13 @@ class PushingMixin(torch.optim.Optimizer):
 # The gradients of parameters as flat arrays; many small ones cost little more than one.
 
 
-def _warn_of_frozen(frozen: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def _warn_of_decay(still: Sequence[tuple[str, Mapping[str, Any]]], why: str) -> None:
     """Say that servers decay parameters which PyTorch would leave alone."""
-    decayed = [name for name, group in frozen if group.get("weight_decay")]
+    decayed = [name for name, group in still if group.get("weight_decay")]
     if decayed:
         warn_user(
-            f"{decayed[0]} is frozen ({len(decayed)} in all), and servers step over it with a "
-            "gradient of zeros, so that weight decay changes it: leave frozen parameters out of "
+            f"{decayed[0]} {why} ({len(decayed)} in all), and servers step over it with a "
+            "gradient of zeros, so that weight decay changes it: leave such parameters out of "
             "the optimizer, or in a group without weight decay"
         )
 

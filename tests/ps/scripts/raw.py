@@ -50,6 +50,15 @@ def check_errors() -> None:
         ps.pull_rows("counts", [1])
     with pytest.raises(ValueError, match="mode is 'later'"):
         ps.start("x", np.zeros(3), mode="later")
+    with pytest.raises(ValueError, match="dtype str96 cannot be kept by a parameter server"):
+        ps.start("x", np.array(["abc"]))
+    with pytest.raises(TypeError, match="the name of a tensor is a text, not 3"):
+        ps.push(3, np.zeros(3))
+    with pytest.raises(ValueError, match=r"scale='1/W' divides .* 'x' .* it is int64: give floats"):
+        ps.start("x", np.zeros(3, np.int64), scale="1/W")
+    with pytest.raises(HorovodInternalError, match="no worker has begun 'x'"):
+        ps.pull("x")
+    begins_once()
     ps.barrier()
     if ps.rank() == 0:
         ps.start("mine", np.zeros(3))
@@ -58,6 +67,38 @@ def check_errors() -> None:
         words = "workers disagree on the shape of 'raw.mine' .* worker 0 has .3.* worker 1 has .4"
         with pytest.raises(HorovodInternalError, match=words):
             ps.start("mine", np.zeros(4))
+
+
+def begins_once() -> None:
+    """A tensor keeps what it has begun with, and one of rows is none that is pushed as a whole."""
+    ps.start("big", np.arange(3, dtype=">f4"))
+    ps.start("big", np.zeros(3, np.float32))  # The same but for its values.
+    ps.push("big", np.array([1, 1, 1], ">f4") * ps.rank())
+    ps.barrier()
+    assert ps.pull("big").tolist() == [1, 2, 3]
+    for begin in (
+        lambda: ps.start("big", np.zeros(3)),
+        lambda: ps.start("big", np.zeros(4, np.float32)),
+        lambda: ps.start("big", np.zeros(3, np.float32), mode="sync"),
+        lambda: ps.start({"big": np.zeros(3, np.float32)}, op=ps.Average),
+        lambda: ps.start_rows("big", 3, 1),
+    ):
+        with pytest.raises(
+            ValueError, match=r"'big' has begun here as float32 of shape .3,"
+        ):
+            begin()
+    if ps.rank() == 0:
+        ps.start_rows("few", 3, 2, initializer="zeros")
+    ps.barrier()
+    for call in (lambda: ps.pull("few"), lambda: ps.push("few", np.zeros((3, 2), np.float32))):
+        with pytest.raises(ValueError, match="'few' is a tensor of rows: call push_rows and pull"):
+            call()
+    ps.push_rows("few", [1], np.ones((1, 2), np.float32))
+    ps.barrier()
+    ps.start_rows("few", 3, 2, initializer="zeros")
+    assert ps.pull_rows("few", range(3)).tolist() == [[0, 0], [2, 2], [0, 0]]
+    with pytest.raises(ValueError, match=r"'few' has begun here as .*seed=0.* again as .*seed=1"):
+        ps.start_rows("few", 3, 2, initializer="zeros", seed=1)
 
 
 def sums() -> None:
