@@ -83,9 +83,7 @@ def begins_once() -> None:
         lambda: ps.start({"big": np.zeros(3, np.float32)}, op=ps.Average),
         lambda: ps.start_rows("big", 3, 1),
     ):
-        with pytest.raises(
-            ValueError, match=r"'big' has begun here as float32 of shape .3,"
-        ):
+        with pytest.raises(ValueError, match=r"'big' has begun here as float32 of shape .3,"):
             begin()
     if ps.rank() == 0:
         ps.start_rows("few", 3, 2, initializer="zeros")
