@@ -136,6 +136,12 @@ class SpatialConv2d(nn.Conv2d):
                 "other ranks would begin in the midst of a step. Cut images whose size is a "
                 "multiple of stride and ranks"
             )
+        if size + first + last <= extent:  # All ranks see it, as their slices are alike.
+            raise ValueError(
+                f"{self._name()}: the last slice of dimension {dim}, with {size} entries, holds no "
+                f"output of a kernel that reaches over {extent + 1}: cut the image among fewer "
+                f"ranks than {process_set.size()}"
+            )
         label = None if self._path is None else f"spatial.{self._path}.{dim}"
         before, after = first, max(0, extent - first - stride + 1)
         input = halo(input, dim, before, after, process_set, fill=None, name=label)

@@ -146,6 +146,8 @@ def check_values_beside_tensors() -> None:
     kept[0] = 6.0
     found.append(part(shares, kept, slice(None))[0, 0])
     assert found == [2, 3, 4, 5, 6], found
+    signed = sharding.shard(lambda x, sign: x.copysign(torch.full((), sign)))
+    assert [signed(shares, sign)[0, 0] for sign in (0.0, -0.0, 0.0)] == [1, -1, 1]
     known = np.array([2.0 if hvd.rank() else 7.0])
     for words, call in {
         "rank 1 of the mesh has called": lambda: part(shares, known, ends),
@@ -232,7 +234,31 @@ def check_what_parameters_carry() -> None:
     sharding_steps.expect("turns has no values", lambda: turned(own(whole_batch())))
 
 
+class Scaled(torch.nn.Module):
+    """Has a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = torch.nn.Linear(WIDTH, WIDTH), torch.tensor(1.0)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * 0 + self.scale
+
+
+def check_attributes_that_are_replaced() -> None:
+    """Each call has the tensor that the module has then, whatever shapes were planned before."""
+    part = sharding.shard(Scaled(), example=own(whole_batch()))
+    found = []
+    for scale in (1.0, 5.0, 1.0):
+        part.scale = torch.tensor(scale)
+        found += [float(part(torch.ones(rows, WIDTH))[0, 0]) for rows in (1, 2, 1)]
+        part.scale.fill_(7.0)
+        found.append(float(part(torch.ones(1, WIDTH))[0, 0]))
+    assert found == [1, 1, 1, 7, 5, 5, 5, 7, 1, 1, 1, 7], found
+
+
 CHECKS = [
+    check_attributes_that_are_replaced,
     check_ranks_that_call_differently,
     check_autocast,
     check_what_parameters_carry,

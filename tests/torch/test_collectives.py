@@ -243,7 +243,8 @@ def test_sparse_allreduce(op: str, dtype: torch.dtype) -> None:
         return torch.sparse_coo_tensor(indices, numbers, (3, 4, 2), check_invariants=True)
 
     def main(rank: int) -> None:
-        result = hvd.sparse_allreduce_async(sparse(rank), "table", getattr(hvd, op))()
+        wait = hvd.sparse_allreduce_async(sparse(rank), "table", getattr(hvd, op))
+        result = wait() if rank else hvd.synchronize(wait)
         assert result.is_sparse
         expected = sum(wide(sparse(each).to_dense()) for each in range(3))
         if op == "Average":

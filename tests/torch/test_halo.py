@@ -341,6 +341,7 @@ def test_what_looks_along_the_cut_dimension_is_found_with_the_input() -> None:
     [
         (nn.Conv2d(1, 1, 2, stride=2), r"the stride 2 does not divide the slice, of shape \(1,"),
         (nn.Conv2d(1, 1, 13, padding=6), "before=6 is wider than the slice"),
+        (nn.Conv2d(1, 1, (6, 1)), r"the last slice .* holds no output .* reaches over 6: cut"),
         (nn.Sequential(nn.MaxPool2d(2)), "0 is MaxPool2d, whose windows of 2 do not divide"),
     ],
     ids=str,

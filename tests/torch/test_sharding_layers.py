@@ -44,6 +44,29 @@ class Losses(nn.Module):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("cuts", [(2, 1), (1, 2)])
+def test_a_target_that_is_no_class_is_refused_as_torch_does(cuts: tuple[int, int]) -> None:
+    """No rank has the class, as if all ranks thought that another one had it."""
+    model, strategies = Losses(WIDTH, False, 0.0), {"cross_entropy_loss": (cuts, cuts[:1])}
+    for wrong in (WIDTH, 50, -1):
+        batch = [torch.randn(BATCH, WIDTH), torch.full((BATCH,), wrong)]
+        with pytest.raises(IndexError, match=f"^Target {wrong} is out of bounds"):
+            model(*batch)
+        with pytest.raises(IndexError, match=f"^Target {wrong} is out of bounds"):
+            run_sharded(model, batch, strategies, 2, lambda output, _: output.sum())
+
+
+@pytest.mark.parametrize("cuts", [(2, 1), (1, 2), (1, 1)])
+def test_a_word_that_no_rank_has_is_refused(cuts: tuple[int, int]) -> None:
+    table = nn.Embedding(12, 4)
+    for wrong in (12, 999, -1):
+        batch = [torch.full((2, 3), wrong)]
+        with pytest.raises(IndexError):
+            table(*batch)
+        with pytest.raises(IndexError, match=f"word {wrong} is none|index out of range"):
+            run_sharded(table, batch, {"": (cuts, (1, 1))}, 2, lambda output, _: output.sum())
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

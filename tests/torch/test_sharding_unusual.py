@@ -123,6 +123,21 @@ def test_lists_in_an_index(function: Any) -> None:
         check_against_one_process(Called(function), [torch.randn(4, 4, 4)], {"input0": (cuts,)}, 2)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(0), lambda x: x.mean(dim=-1), lambda x: x.amax(0), lambda x: x.cumsum(0),
+        lambda x: x.logsumexp(0), lambda x: x.argmax(0) + x, lambda x: x.any(0) + x,
+        lambda x: x.index_select(0, torch.tensor([0])), lambda x: x.softmax(0), lambda x: x.flip(0),
+        lambda x: x.max(0).values, lambda x: x.sort(0).values, lambda x: x.std(0, False),
+        lambda x: x.prod(0, True), lambda x: x.norm(dim=0), lambda x: x.median(0).values,
+    ],
+)  # fmt: skip
+def test_a_tensor_without_dimensions_is_reduced_along_none(function: Any) -> None:
+    called = Called(lambda x: function((x * x).sum()) * x)
+    check_against_one_process(called, [torch.randn(4, 3)], {}, 2)
+
+
 def test_many_lists_in_indexes_are_told_apart() -> None:
     """Each becomes a tensor that ends at once, in whose place in memory the next one may lie."""
 

@@ -60,8 +60,8 @@ def check_call(
     if spec.dtype not in DTYPES:
         raise ValueError(
             f"{collective} '{name}': Tensor type {spec.dtype} is not supported; "
-            f"these are: {', '.join(sorted(DTYPES))}. Convert it, or send it by broadcast_object or "
-            "allgather_object"
+            f"these are: {', '.join(sorted(DTYPES))}. Convert it, or send it by broadcast_object "
+            "or allgather_object"
         )
     if collective_spec.reduces:
         _check_reduction(f"{collective} '{name}'", spec.dtype, options.reduce_op)

@@ -27,7 +27,7 @@ def prepared_group(
     """Return the requests for the tensors of a group, which are checked once, as `prepared`."""
     members = members_of(runtime, collective, options.process_set)
     known = runtime.requests.get(name)
-    if known is not None and known[0] == specs and known[1] == options:
+    if known is not None and _is_same(known, specs, options):
         remembered = cast("tuple[Request, ...]", known[2])
         if not remembered or remembered[0].collective == collective:
             return remembered
@@ -59,7 +59,7 @@ def prepared(
     members = members_of(runtime, collective, options.process_set)
     spec = adapter.spec(tensor)
     known = runtime.requests.get(name)
-    if known is not None and known[0] == spec and known[1] == options:
+    if known is not None and _is_same(known, spec, options):
         remembered = cast("PreparedCall", known)
         if remembered.request.collective == collective:
             return remembered
@@ -90,6 +90,15 @@ def prepared_once(
         splits = splits_of(adapter, name, spec, options, len(members))
     request = _request(runtime, collective, name, spec, options, "", 1)
     return PreparedCall.of(spec, options, request), splits
+
+
+def _is_same(known: Any, what: object, options: CallOptions) -> bool:
+    """Return whether a call that is remembered is for such tensors, with such options.
+
+    A root that is a float equals a rank, and is to be refused by `check_call`.
+    """
+    same: bool = known[0] == what and known[1] == options
+    return same and isinstance(options.root_rank, int)
 
 
 def remember(runtime: Runtime, name: str, call: Any) -> None:

@@ -158,7 +158,10 @@ class StartingForms(Generic[T]):
         """Wait for an operation and return its result; None for an unknown or a used handle.
 
         The result is a tensor; a list or tuple for grouped forms; ``(output, received_splits)``
-        for alltoall. Raises `HorovodInternalError` when the operation failed.
+        for alltoall. A function that waits for its result, as `sparse_allreduce_async` returns, is
+        called. Raises `HorovodInternalError` when the operation failed.
         """
+        if callable(handle):
+            return handle()
         operation = (find() or for_collective()).handles.take(handle)
         return None if operation is None else operation.wait()

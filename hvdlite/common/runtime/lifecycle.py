@@ -212,7 +212,10 @@ def _checked_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[Proce
         return []
     for process_set in process_sets:
         if not isinstance(process_set, ProcessSet):
-            raise ValueError(f"process_sets: {process_set!r} is not a ProcessSet")
+            raise ValueError(
+                f"process_sets: {process_set!r} is not a ProcessSet; give a list of them, such as "
+                "[ProcessSet([0, 1])]"
+            )
     return list(process_sets)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,9 +148,10 @@ class Runner:
     def _find(self, leaves: Sequence[Any], spec: Any, modes: Any) -> _Part | None:
         """Return the part for such arguments, if there is one: not for what `prepare` refuses."""
         try:
-            return self._parts.get(_key(leaves, spec, modes))
+            part = self._parts.get(_key(leaves, spec, modes))
         except TypeError:
             return None
+        return part if part is not None and part.has_constants() else None
 
     def prepare(self, args: Sequence[Any]) -> _Part:
         """Make the plan for inputs like these, and cut the parameters if they are not yet."""
@@ -179,7 +180,10 @@ class Runner:
             [isinstance(each, torch.nn.Parameter) for each in given],
         ).run()  # fmt: skip
         self._tensors = len(given)
-        part = _Part(lowered, Leaves(self._module, lowered.leaves), traced.result)
+        part = _Part(
+            lowered, Leaves(self._module, lowered.leaves), traced.result,
+            _attributes_of(self._modules, traced.record.constants.values()),
+        )  # fmt: skip
         self._parts[_key(leaves, spec, self._modes())] = part
         return part
 
@@ -238,6 +242,25 @@ class _Part:
     lowered: Lowered
     leaves: Leaves
     result: Any
+    # Attributes whose tensors are constants of the graph.
+    attributes: Sequence[tuple[Mapping[str, Any], str, torch.Tensor]]
+
+    def has_constants(self) -> bool:
+        """Return whether the attributes of modules still are the constants of the graph."""
+        return all(table.get(name) is tensor for table, name, tensor in self.attributes)
+
+
+def _attributes_of(
+    modules: Sequence[torch.nn.Module], constants: Iterable[torch.Tensor]
+) -> list[tuple[Mapping[str, Any], str, torch.Tensor]]:
+    """Return the attributes of modules that are constants, each with its table and its name."""
+    found = {id(each) for each in constants}
+    return [
+        (vars(module), name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if id(value) in found
+    ]
 
 
 @dataclass(frozen=True)
@@ -290,6 +313,8 @@ def _fixed(value: Any) -> Any:
     """
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, float | complex):  # 0.0 and -0.0 are equal, and NaN is none to itself.
+        return repr(value)
     if isinstance(value, slice):  # Not hashable before Python 3.12.
         value = value.start, value.stop, value.step
     elif isinstance(value, set):

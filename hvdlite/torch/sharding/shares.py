@@ -83,7 +83,15 @@ class _ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        """Return the gradient times the factor."""
+        """Return the gradient times the factor.
+
+        It counts once, while the gradient of this gradient would be multiplied as well.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a sharded part has no second derivatives: take its gradient without "
+                "create_graph=True, or call what is differentiated twice outside of the part"
+            )
         return gradients[0] * ctx.factor, None
 
 

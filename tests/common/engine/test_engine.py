@@ -798,11 +798,11 @@ def test_a_tensor_without_rows_fails_its_call_alone(scalar: int) -> None:
 @pytest.mark.parametrize("hosts", [None, [[0], [1]]])
 def test_a_root_is_any_whole_number(hosts: Any) -> None:
     def main(rank: int) -> None:
-        for root in (np.int64(1), np.argmax([0, 1])):
+        for root in (1, np.int64(1), np.argmax([0, 1])):
             assert hvd.broadcast(np.full(2, rank), root, name="b").tolist() == [1, 1]
-        for wrong in (0.0, "0", None):
+        for wrong in (1.0, 0.0, "0", None):
             with pytest.raises(ValueError, match="invalid root rank"):
-                hvd.broadcast(np.ones(2), wrong, name="b")
+                hvd.broadcast(np.full(2, rank), wrong, name="b")
 
     run_ranks(2, main, hosts=hosts)
 

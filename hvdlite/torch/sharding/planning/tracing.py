@@ -69,7 +69,7 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
         try:
             result = torch.func.functional_call(module, stand_ins, inputs)
         except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
+            if "meta" not in str(error).lower():
                 raise
             last = recorder.operators[-1].name if recorder.operators else "its start"
             raise ValueError(

@@ -94,7 +94,8 @@ def reduction(summed: bool) -> Maker:
         given = argument_of(function, args, kwargs, "dim")
         if given is None or given == []:
             given = range(len(shape))
-        dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
+        # A tensor without dimensions may be reduced along 0 or -1, which are none.
+        dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given) if shape}
         keeps = result.ndim == len(shape)
         output: list[int | None] = []
         for dim in range(len(shape)):

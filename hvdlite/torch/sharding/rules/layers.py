@@ -53,7 +53,7 @@ def embedding(function: Any, args: Args, kwargs: Options, result: torch.Tensor) 
         if site.cuts[at] == 1:
             return function, (given[0], given[1], int(padding)), {}
         first = rows // site.cuts[at] * site.coordinates[at]
-        return pieces.embedding_of_rows, (given[0], given[1], first, int(padding)), {}
+        return pieces.embedding_of_rows, (given[0], given[1], first, int(padding), rows), {}
 
     axes = tuple(range(at))
     return Rule(((at, at + 1), axes), (*axes, at + 1), (*words, rows, width), local=local, work=0)

@@ -9,6 +9,7 @@ import torch
 
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.sharding.collectives import Collectives
+from hvdlite.torch.sharding.rules.pieces import no_rank_has
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class _Losses(torch.autograd.Function):
         largest = classes.over_classes(exact.amax(1), maximum=True)
         powers = (exact - largest[:, None]).exp()
         counted = target != told.ignored
+        ends = logits.shape[1] * len(classes.others)
+        absent = counted & ((target < 0) | (target >= ends))
+        if no_rank_has(absent):
+            raise IndexError(f"Target {int(target[absent][0])} is out of bounds.")
         own = target - classes.first
         here = (own >= 0) & (own < logits.shape[1]) & counted
         own = own.masked_fill(~here, 0)
@@ -92,6 +97,7 @@ class _Losses(torch.autograd.Function):
         ctx.save_for_backward(powers.div_(sums[:, None]), own, here, counted, of_target, scale)
         ctx.told = told
         ctx.mark_non_differentiable(of_target)
+        losses = losses.masked_fill(absent, torch.nan)
         return losses.masked_fill(~counted, 0).to(logits.dtype), of_target
 
     @staticmethod

@@ -53,17 +53,29 @@ def add_along(tensor: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Ten
     return tensor + values.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1 - dim))
 
 
+def no_rank_has(absent: torch.Tensor) -> bool:
+    """Return whether there is something that no rank has, where the answer costs nothing.
+
+    On a device it would have to be waited for: the results are NaN then.
+    """
+    return absent.device.type == "cpu" and bool(absent.any())
+
+
 def embedding_of_rows(
-    weight: torch.Tensor, words: torch.Tensor, first: int, padding: int
+    weight: torch.Tensor, words: torch.Tensor, first: int, padding: int, rows: int
 ) -> torch.Tensor:
-    """Return the rows that this rank has, of which `first` is the first, and zeros for others."""
+    """Return those of all rows that this rank has, from `first` on, and zeros for others."""
+    absent = (words < 0) | (words >= rows)
+    if no_rank_has(absent):
+        raise IndexError(f"word {int(words[absent][0])} is none of an embedding of {rows} rows")
     own = words - first
     elsewhere = (own < 0) | (own >= weight.shape[0])
     at = padding - first if 0 <= padding - first < weight.shape[0] else -1
     found = torch.nn.functional.embedding(
         own.masked_fill(elsewhere, 0), weight, at if at >= 0 else None
     )
-    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+    found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+    return found.masked_fill(absent.unsqueeze(-1), torch.nan)
 
 
 # Random numbers: ranks with the same part draw the same ones, others draw others.

@@ -192,6 +192,8 @@ def _as_tensor(index: Any) -> Any:
 
 def chosen(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
     """Return the rule of `index_select`, which needs one dimension whole."""
+    if not args[0].ndim:
+        return None
     dim = args[1] % args[0].ndim
     axes = tuple(None if each == dim else each for each in range(args[0].ndim))
     return Rule((axes, (None,)), axes, tuple(args[0].shape))
