@@ -26,7 +26,6 @@ def fast(session: nox.Session) -> None:
     install(session, "-e", ".[examples,trace,parquet,test]")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-    # mypy is a test, too, where PyTorch is installed, whose types it reads.
     unwanted = (
         "mpi", "torch", "tf", "gpu", "jax", "ray", "spark",
         "thorough", "heavy", "libraries", "scripts", "soak",

@@ -188,6 +188,7 @@ def test_every_package_of_the_list_exists(package: str) -> None:
     assert any(module == package or module.startswith(f"{package}.") for module in MODULES)
 
 
+@pytest.mark.thorough
 def test_a_package_imports_only_itself_and_packages_below_it() -> None:
     wrong = []
     for module, path in MODULES.items():

@@ -32,6 +32,7 @@ def test_the_code_is_formatted() -> None:
     check("ruff", "format", "--check")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("torch") is None, reason="mypy reads the types of PyTorch")
 @pytest.mark.timeout(420)
 def test_mypy_finds_nothing(tmp_path: Path) -> None:

@@ -282,9 +282,9 @@ def _start(worker: Worker, name: str, value: Array, options: TableOptions) -> Ra
             f"and it is {value.dtype}: give floats"
         )
     if known is not None:
-        table = _dense(known, name)
-        _check_same(name, table, spec, options)
-        return table
+        begun = _dense(known, name)
+        _check_same(name, begun, spec, options)
+        return begun
     flat, specs = value.reshape(-1).copy(), [spec]
     table = worker.declare(PREFIX + name, specs, options, lambda: [flat], RawTable)
     assert isinstance(table, RawTable)

@@ -253,6 +253,7 @@ def come_back(cluster: Cluster, trainer: Trainer, mode: str = SYNC) -> Trainer:
     return Trainer(cluster.worker(name, num_workers=2), mode)
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(
     new_cluster: NewCluster,
 ) -> None:

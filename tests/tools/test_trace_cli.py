@@ -265,6 +265,7 @@ def test_a_picture_has_forward_backward_and_segments_of_each_rank() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'trace' is not installed")
     path = write(tmp_path, ranks=20)

@@ -290,7 +290,7 @@ class TableShards:
         for shard in self._shards:
             self._client.call(partial(shard.drop_pulls, error))
 
-    def finish_pushes(self) -> list[Exception]:
+    def finish_pushes(self) -> list[HorovodInternalError]:
         """Wait until the servers have what was pushed; return why some of it is lost."""
         errors = []
         for push in [*self._pushes]:

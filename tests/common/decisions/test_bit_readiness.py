@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ actions = st.sampled_from(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=300)
 @given(st.lists(st.tuples(actions, some_bits, sources), max_size=25))
 def test_bits_are_counted_as_one_by_one(

@@ -205,6 +205,7 @@ def test_a_rank_that_joins_after_it_has_reported_still_gives_its_rows() -> None:
     assert isinstance(join, Response) and join.last_joined == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(20)
 def test_a_step_of_many_ranks_costs_as_much_as_one_of_few() -> None:
     """All below each of four leaders report together: minutes if it were rank by rank."""

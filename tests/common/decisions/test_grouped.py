@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ class NaiveGroups:
         return None if other is None else (min(ranks[0], other), max(ranks[0], other))
 
 
+@pytest.mark.thorough
 @settings(max_examples=300)
 @given(st.lists(st.tuples(some_ranks, st.integers(1, 3), st.integers(1, 2)), max_size=12))
 def test_sizes_of_groups_are_compared_as_rank_by_rank(

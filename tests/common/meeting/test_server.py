@@ -77,6 +77,7 @@ def test_a_part_of_the_ranks_meets_in_the_order_of_its_list() -> None:
         assert run_threads(4, rank_main) == [expected(2)] * 4
 
 
+@pytest.mark.thorough
 def test_a_thousand_meetings_one_after_the_other() -> None:
     def rank_main(rank: int) -> None:
         for _ in range(1000):
@@ -87,6 +88,7 @@ def test_a_thousand_meetings_one_after_the_other() -> None:
         assert not driver.server.notes()
 
 
+@pytest.mark.thorough
 def test_a_thousand_meetings_that_rank_0_serves() -> None:
     listeners = [listen(Address("127.0.0.1", 0))]
     address = port_of(listeners[0])

@@ -353,6 +353,7 @@ def test_threads_that_form_the_same_set() -> None:
     run_ranks(3, main)
 
 
+@pytest.mark.thorough
 def test_a_hundred_sets_leave_nothing_behind() -> None:
     """No memory, no ids, no threads."""
     size = 4

@@ -144,6 +144,7 @@ STRATEGIES = st.one_of(
 )
 
 
+@pytest.mark.thorough
 @given(STRATEGIES, LISTS)
 def test_every_gradient_is_in_one_segment_in_order_and_of_one_dtype(
     strategy: Strategy, gradients: list[Gradient]
