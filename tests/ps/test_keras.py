@@ -57,6 +57,9 @@ class ThreadWorker:
         self.number, self.servers, self.registry = number, servers, registry
         self.client = Client(b"k%d" % number)
 
+    def begin_optimizer(self) -> None:
+        """Each worker here makes one."""
+
     def declare(self, name: str, specs: Any, options: Any, values: Any) -> RemoteTable:
         with LOCK:
             first_key, parts = self.registry.declare(self.number, name, specs, options)

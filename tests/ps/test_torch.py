@@ -164,6 +164,8 @@ NAMED = [("weight", WEIGHT)]
         (SGD, NAMED, {"partition": "row"}, "partition is 'row'"),
         (SGD, NAMED, {"op": 4}, "a server averages what is pushed, or adds it up"),
         (SGD, NAMED, {"backward_passes_per_step": 0}, "must be > 0, not 0"),
+        (SGD, NAMED, {"backward_passes_per_step": 1.5}, "must be a whole number, not 1.5"),
+        (SGD, NAMED, {"parameters": "bias*"}, "parameters='bias\\*' is a text: give a list"),
         (SGD, NAMED, {"parameters": ["bias*"]}, "parameters='bias\\*' matches no name"),
         (SGD, NAMED * 2, {}, "must be unique. Found duplicates: weight"),
         (SGD, [WEIGHT], {}, "should be a sequence of tuples"),

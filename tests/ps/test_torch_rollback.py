@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Callable
@@ -140,6 +141,21 @@ def test_a_frozen_parameter_that_servers_decay_is_named(settings: Any) -> None:
     plain = torch.optim.SGD([weight, frozen], 0.5, weight_decay=0.1)
     with pytest.warns(UserWarning, match=r"frozen is frozen \(1 in all\)"):
         ps.DistributedOptimizer(plain, [("weight", weight), ("frozen", frozen)])
+
+
+def test_a_second_optimizer_is_refused(settings: Any) -> None:
+    """A server knows the first of the script, and would step over both with that."""
+    first, second = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    optimizer = ps.DistributedOptimizer(
+        torch.optim.SGD(first.parameters(), 0.1), first.named_parameters()
+    )
+    before = copy.deepcopy(second.state_dict())
+    plain = torch.optim.Adam(second.parameters(), 0.5)
+    with pytest.raises(ValueError, match=r"has a ps\.DistributedOptimizer already"):
+        ps.DistributedOptimizer(plain, second.named_parameters())
+    assert all(torch.equal(second.state_dict()[name], before[name]) for name in before)
+    first(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
 
 
 def test_a_parameter_without_gradient_that_servers_decay_is_named(settings: Any) -> None:

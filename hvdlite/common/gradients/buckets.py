@@ -111,10 +111,14 @@ class ReductionConfig:
 
 
 def check_passes(backward_passes_per_step: int) -> int:
-    """Return the number. Raises `ValueError` unless it is positive."""
+    """Return the number. Raises `ValueError` unless it is whole and positive."""
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, not {backward_passes_per_step}")
-    return backward_passes_per_step
+    if backward_passes_per_step % 1:
+        raise ValueError(
+            f"backward_passes_per_step must be a whole number, not {backward_passes_per_step}"
+        )
+    return int(backward_passes_per_step)
 
 
 def check_names(names: Sequence[str]) -> None:

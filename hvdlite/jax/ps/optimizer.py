@@ -105,6 +105,7 @@ class ServedOptimizer:
         self, optimizer: optax.GradientTransformation, params: Any, arrays: Mapping[str, Any],
         options: TableOptions,
     ) -> None:  # fmt: skip
+        context.worker().begin_optimizer()
         self._optimizer, self._options = optimizer, options
         self._structure = jax.tree_util.tree_structure(params)
         self._shardings = [array.sharding for array in arrays.values()]

@@ -213,7 +213,8 @@ class _Link:
         self._arrays: list[Array] = []
 
     def begin(self, variables: list[Any]) -> None:
-        """Declare the table, and pull its values."""
+        """Declare the table, and pull its values. Raises ValueError for a second optimizer."""
+        context.worker().begin_optimizer()
         self.variables = variables
         self._arrays = [_array(variable) for variable in variables]
         specs = [

@@ -68,6 +68,7 @@ class Worker:
         self._barriers = 0  # That this process has come to.
         self.loads = 0  # How many times the tables were loaded.
         self.named: dict[str, RemoteTable | RemoteRows] = {}  # The tables of this worker.
+        self._has_optimizer = False
 
     @property
     def number(self) -> int:
@@ -122,6 +123,20 @@ class Worker:
 
         table = self.named[name] = self._follow(declaration, make)
         return table
+
+    def begin_optimizer(self) -> None:
+        """Take note that this worker makes its optimizer. Raises ValueError for a second one.
+
+        Servers stay where the script makes the first, and would step over the parameters of another
+        with that; tables of equal names would be one.
+        """
+        if self._has_optimizer:
+            raise ValueError(
+                "this worker has a ps.DistributedOptimizer already, and servers know no other than "
+                "the first of a script: put all parameters into one, by groups where they differ, "
+                "or let some go by allreduce, with an optimizer of their own"
+            )
+        self._has_optimizer = True
 
     def announce(self, tables: Mapping[str, Sequence[TensorSpec]], options: TableOptions) -> None:
         """Let the scheduler write many tables down at once, which are to be declared next.

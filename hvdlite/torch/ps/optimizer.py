@@ -55,7 +55,7 @@ def DistributedOptimizer(  # noqa: N802
     - `op`: of sync: Average or Sum.
     - `scale`: of async and ssp: "1/W" divides each push by the number of workers that take part.
 
-    Raises `ValueError` for arguments that contradict each other.
+    Raises `ValueError` for arguments that contradict each other, and for a second optimizer.
     """
     options = TableOptions.of(mode, staleness, op, scale, partition)
     check_passes(backward_passes_per_step)
@@ -93,6 +93,7 @@ def DistributedOptimizer(  # noqa: N802
                 else _row_updater(optimizer, groups, described)
             )
         )
+    context.worker().begin_optimizer()
     base = type(optimizer)
     cls: Any = type(base.__name__, (PushingMixin, base), {"__module__": base.__module__})
     wrapped: Any = object.__new__(cls)

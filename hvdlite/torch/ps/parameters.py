@@ -51,6 +51,8 @@ def served_names(
     if parameters is None:
         marked = {tensor: name for tensor, name in every.items() if hasattr(tensor, MARK)}
         return marked or dict(every)
+    if isinstance(parameters, str):
+        raise ValueError(f"parameters={parameters!r} is a text: give a list of names and patterns")
     names = set(matching(every.values(), parameters))
     return {tensor: name for tensor, name in every.items() if name in names}
 
