@@ -75,7 +75,9 @@ def embedding_of_rows(
         own.masked_fill(elsewhere, 0), weight, at if at >= 0 else None
     )
     found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-    return found.masked_fill(absent.unsqueeze(-1), torch.nan)
+    return (
+        found if found.device.type == "cpu" else found.masked_fill(absent.unsqueeze(-1), torch.nan)
+    )
 
 
 # Random numbers: ranks with the same part draw the same ones, others draw others.
