@@ -64,12 +64,12 @@ def test_the_variable_limits_the_wait_for_slots_where_no_timeout_is_given(
 ) -> None:  # fmt: skip
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
-    monkeypatch.setattr(horovod_driver, "ELASTIC_TIMEOUT_SECS", 20 if variables else 0.3)
+    monkeypatch.setattr(horovod_driver, "ELASTIC_TIMEOUT_SECS", 600 if variables else 0.3)
     driver = make_driver({"host-1": 1}, 2, 2, timeout=timeout)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="1 slots missing"):
         driver.wait_for_available_slots(2)
-    assert seconds <= time.monotonic() - begin < seconds + 5
+    assert seconds <= time.monotonic() - begin < 60
 
 
 def test_all_workers_return_zero(make_driver: MakeDriver) -> None:
