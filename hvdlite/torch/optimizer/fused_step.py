@@ -36,26 +36,21 @@ Tensor = torch.Tensor
 class SegmentParameter:
     """One parameter of a segment."""
 
-    __slots__ = ("address", "gradient", "index", "number", "parameter", "state", "state_addresses")
+    __slots__ = ("address", "gradient", "index", "number", "parameter", "state")
 
     def __init__(self, parameter: Tensor, gradient: Tensor, number: int, index: int) -> None:
         """Describe a parameter by its `index` in this segment and its `number` in all of them."""
         self.parameter, self.gradient, self.number = parameter, gradient, number
         self.index = index
         self.address = parameter.data_ptr()  # The parameter lies in the buffer already.
-        # The views that the optimizer's state should have for this parameter, by name.
-        self.state: dict[str, Tensor] = {}
-        self.state_addresses: dict[str, int] = {}
+        # The views that the optimizer's state should have for this parameter, by name, and where
+        # each lies: the user may give other memory to the same tensor.
+        self.state: dict[str, tuple[Tensor, int]] = {}
 
     def is_in_buffers(self) -> bool:
         """Return whether parameter and gradient lie in the buffers: the user replaced neither."""
         parameter = self.parameter
         return parameter.grad is self.gradient and parameter.data_ptr() == self.address
-
-    def has_in_buffers(self, name: str) -> bool:
-        """Return whether the view of a state lies in the buffers: its data was not replaced."""
-        view = self.state.get(name)
-        return view is not None and view.data_ptr() == self.state_addresses[name]
 
 
 @dataclass
@@ -162,8 +157,8 @@ class FusedStep:
         # The groups, names of state and step counts for which `_calls` was planned. None when
         # the last step has made new state, so that the next step plans anew.
         self._planned_for: object = None
-        # The parameters of these calls with the state that they should show, and its addresses.
-        self._shown: list[tuple[Tensor, list[tuple[str, Tensor, int]]]] = []
+        # The parameters of these calls with the state that they should show.
+        self._shown: list[tuple[Tensor, dict[str, tuple[Tensor, int]]]] = []
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -216,7 +211,7 @@ class FusedStep:
         optimizer_state = self._optimizer.state
         for parameter, views in self._shown:
             state = optimizer_state.get(parameter, {})
-            for name, view, address in views:
+            for name, (view, address) in views.items():
                 if state.get(name) is not view or view.data_ptr() != address:
                     return False
         return True
@@ -247,10 +242,7 @@ class FusedStep:
                     calls.setdefault(kind, (group, []))[1].append(run)
         self._calls = [*calls.values()]
         self._shown = [
-            (
-                member.parameter,
-                [(name, view, member.state_addresses[name]) for name, view in member.state.items()],
-            )
+            (member.parameter, member.state)
             for member, group in zip(self._members.values(), membership, strict=True)
             if group != _NO_GROUP and member.state
         ]
@@ -262,15 +254,13 @@ class FusedStep:
 
         Return whether it is fresh: the kernel has to make some of it in this step.
         """
-        member.state = {
-            name: member.state[name]
-            if member.has_in_buffers(name)
-            else segment.state_view(name, member)
-            for name in names
-        }
-        member.state_addresses = {name: view.data_ptr() for name, view in member.state.items()}
+        before, member.state = member.state, {}
         fresh = False
-        for name, view in member.state.items():
+        for name in names:
+            view, address = before.get(name, (None, 0))
+            if view is None or view.data_ptr() != address:
+                view = segment.state_view(name, member)
+            member.state[name] = view, view.data_ptr()
             state = self._optimizer.state[member.parameter]
             value = state.get(name)
             if value is None and self._kernel.makes_state:
@@ -298,7 +288,8 @@ class FusedStep:
                 if run.fresh:
                     has_new_state = True
                     for member in run.members:
-                        self._optimizer.state[member.parameter].update(member.state)
+                        views = {name: view for name, (view, _) in member.state.items()}
+                        self._optimizer.state[member.parameter].update(views)
         return has_new_state
 
     def _scaler(self) -> dict[str, Any]:
