@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdlite.common.membership import frames
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import Command, ElasticPlan, Finish, Say, Tell
 from hvdlite.launcher.decisions.failures import RESETS_AFTER_EXCEPTIONS, Cooldowns, Failures
@@ -148,20 +149,20 @@ class Driver:
             return
         together = False  # Whether all workers say it at about the same time.
         match message:
-            case ["hello", int()]:
+            case [frames.HELLO, int()]:
                 together = True
                 self._worlds.hello(worker, now)
-            case ["ready", int(epoch), int(commit)]:
+            case [frames.READY, int(epoch), int(commit)]:
                 self._worlds.ready(worker, epoch, commit, now)
-            case ["gather", int(epoch), int(round_), bytes(body)]:
+            case [frames.GATHER, int(epoch), int(round_), bytes(body)]:
                 self._worlds.gather(worker, epoch, round_, body)
                 return  # Nothing else follows from it.
-            case ["checks", int(counter), int(passed)]:
+            case [frames.CHECKS, int(counter), int(passed)]:
                 together = True
                 self._worlds.checks(worker, counter, passed)
-            case ["late", int(epoch), [*late]]:
+            case [frames.LATE, int(epoch), [*late]]:
                 self._losses.give_up_late(epoch, late, now)
-            case ["bye"]:
+            case [frames.BYE]:
                 together = worker.said_bye = True
         if self._requirements.others_are_late():
             return
@@ -402,7 +403,7 @@ class Driver:
         numbers = tuple(each.number for each in self._workers.living() if each.greeted)
         if numbers:
             words = (sentence or "the job has ended") if told is None else told
-            self._order(Tell(numbers, ["end", code, words]))
+            self._order(Tell(numbers, [frames.END, code, words]))
         self._order(Finish(code, sentence, results))
         self._finished = True
 

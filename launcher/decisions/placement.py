@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlite.common.meeting.placement import places
+from hvdlite.common.membership import frames
 from hvdlite.launcher.decisions.commands import (
     Command,
     DropAgent,
@@ -276,7 +277,7 @@ class Placement:
         """Tell a worker that it is not needed any more: how it ends does not matter."""
         worker.stage = Stage.LEAVING
         if worker.greeted:
-            self._order(Tell((worker.number,), ["end", 0, sentence]))
+            self._order(Tell((worker.number,), [frames.END, 0, sentence]))
             worker.terminate_at, worker.kill_at = now + TERMINATE_SECONDS, now + KILL_SECONDS
         else:
             self._order(EndWorker(worker.number, kill=False))
@@ -285,7 +286,7 @@ class Placement:
     def give_up(self, worker: Worker, sentence: str) -> None:
         """Kill a worker that may never answer; `sentence` tells it why, if it is quick."""
         if worker.greeted:
-            self._order(Tell((worker.number,), ["end", 1, sentence]))
+            self._order(Tell((worker.number,), [frames.END, 1, sentence]))
         self._order(EndWorker(worker.number, kill=True))
 
     def drop_host(self, host: str, now: float) -> None:

@@ -8,6 +8,8 @@ from enum import Enum
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
+from hvdlite.common.membership import frames
+
 # Codes of workers that somebody else has ended; 0: it is not known, as the host was lost.
 ENDED_FROM_OUTSIDE = (0, 128 + SIGKILL, 128 + SIGTERM)
 
@@ -160,8 +162,8 @@ class World:
 
     def frame(self) -> list[Any]:
         """Return the frame that tells the members of this world."""
-        members = [list(pair) for pair in zip(self.members, self.hosts, strict=True)]
-        return ["world", self.epoch, members, self.root, list(self.behind), self.commit]
+        members = zip(self.members, self.hosts, strict=True)
+        return frames.world_frame(self.epoch, members, self.root, self.behind, self.commit)
 
 
 def make_world(epoch: int, workers: Sequence[Worker], committed: int) -> World:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
+from hvdlite.common.membership import frames
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import WAIT, Say, Tell
 from hvdlite.launcher.decisions.placement import Parts, Placement
@@ -92,7 +93,7 @@ class WorldChanges:
         hosts = self._placement.in_expected_order(now)
         members = [[each.number, each.host] for each in hosts]
         rank = hosts.index(worker) if worker in hosts else 0
-        self._order(Tell((worker.number,), ["newcomer", rank, members or [[0, worker.host]]]))
+        self._order(Tell((worker.number,), [frames.NEWCOMER, rank, members or [[0, worker.host]]]))
 
     def ready(self, worker: Worker, epoch: int, commit: int, now: float) -> None:
         """Note that a worker wants the next world, and which commit it holds."""
@@ -128,7 +129,7 @@ class WorldChanges:
         if worker.number in self.member_set:
             bodies = self._rounds.add(worker.number, round_, body)
             if bodies is not None:
-                self._order(Tell(self.members, ["bodies", epoch, round_, bodies]))
+                self._order(Tell(self.members, [frames.BODIES, epoch, round_, bodies]))
 
     def checks(self, worker: Worker, counter: int, passed: int) -> None:
         if self.reset is not None and self.reset.agreement is not None:
@@ -161,7 +162,7 @@ class WorldChanges:
         reset.regrouped, reset.agreement, reset.regroup_at = True, None, None
         numbers = tuple(each.number for each in self.living_members() if not each.ready)
         if numbers:
-            self._order(Tell(numbers, ["regroup", self.world.epoch, sentence, rank]))
+            self._order(Tell(numbers, [frames.REGROUP, self.world.epoch, sentence, rank]))
 
     def regroup_if_broken(self, now: float) -> None:
         """Tell the others of a rank that has left the world, if nobody was lost meanwhile."""
@@ -177,7 +178,7 @@ class WorldChanges:
         numbers = tuple(each.number for each in self.living_members())
         if numbers:
             self._counter += 1
-            self._order(Tell(numbers, ["seen", self._counter, int(kind)]))
+            self._order(Tell(numbers, [frames.SEEN, self._counter, int(kind)]))
 
     def interrupt(self, kind: HostUpdateResult, now: float) -> None:
         """Let the ranks agree on the check that raises in all of them."""
@@ -185,14 +186,14 @@ class WorldChanges:
         self._counter += 1
         agreement = CheckAgreement(self._counter, numbers)
         self.reset = Reset(now, agreement, int(kind))
-        self._order(Tell(numbers, ["notice", self._counter, int(kind)]))
+        self._order(Tell(numbers, [frames.NOTICE, self._counter, int(kind)]))
 
     def _raise_if_agreed(self, reset: Reset) -> None:
         if reset.agreement is None or reset.agreement.check is None:
             return
         if reset.regroup_at is not None:  # A rank has undone its work, so the others must, too.
             return
-        frame = ["raise", reset.agreement.counter, reset.agreement.check, reset.kind]
+        frame = [frames.RAISE, reset.agreement.counter, reset.agreement.check, reset.kind]
         reset.agreement, reset.raised = None, True
         numbers = tuple(each.number for each in self.living_members())
         if numbers:

@@ -15,6 +15,7 @@ from typing import Any
 
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.meeting.placement import places
+from hvdlite.common.membership import frames
 from hvdlite.common.settings.config import Config
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
@@ -130,9 +131,9 @@ class ElasticDriver:
             now = time.monotonic()
             if not worker.greeted:
                 worker.greeted = True
-                self._driver.worker_said(number, ["hello", 0], now)
+                self._driver.worker_said(number, [frames.HELLO, 0], now)
             if self._members:  # The world that runs has not waited for it.
-                self._driver.worker_said(number, ["ready", before, before], now)
+                self._driver.worker_said(number, [frames.READY, before, before], now)
             self._carry_out()
             self._changed.wait_for(
                 lambda: worker.epoch > before or worker.end.is_set() or self.finished()
@@ -315,7 +316,7 @@ class ElasticDriver:
     def _tell(self, driver: Driver, number: int, frame: list[Any]) -> None:
         worker = self._workers[number]
         match frame:
-            case ["world", int(epoch), members, *_]:
+            case [frames.WORLD, int(epoch), members, *_]:
                 hosts = [host for _, host in members]
                 rank = [each for each, _ in members].index(number)
                 worker.epoch = epoch
@@ -323,9 +324,9 @@ class ElasticDriver:
                 if rank == len(members) - 1:
                     self._members = [each for each, _ in members]
                     self._rendezvous.init([each.info for each in self._assigned()])
-            case ["notice", int(counter), _]:
-                driver.worker_said(number, ["checks", counter, 0], time.monotonic())
-            case ["end", *_]:
+            case [frames.NOTICE, int(counter), _]:
+                driver.worker_said(number, [frames.CHECKS, counter, 0], time.monotonic())
+            case [frames.END, *_]:
                 self._drop(worker)
 
     def _run(self, worker: _ToolWorker) -> None:

@@ -180,6 +180,5 @@ class FakeDriver:
         self.epoch, self.over, self._notice = self.epoch + 1, False, (self._notice[0], 0)
         self.worlds[self.epoch] = tuple(self.members)
         self.commits.clear()
-        for rank, number in enumerate(self.members):
-            world = frames.World(self.epoch, rank, members, root, tuple(behind), newest)
-            self.server.send(number, world.frame())
+        for number in self.members:
+            self.server.send(number, frames.world_frame(self.epoch, members, root, behind, newest))

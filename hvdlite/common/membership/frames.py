@@ -69,9 +69,12 @@ class World(NamedTuple):
         """The numbers of the workers, in rank order."""
         return tuple(number for number, _ in self.members)
 
-    def frame(self) -> list[Any]:
-        members = [list(member) for member in self.members]
-        return [WORLD, self.epoch, members, self.root, list(self.behind), self.commit]
+
+def world_frame(
+    epoch: int, members: Iterable[Member], root: int, behind: Iterable[int], commit: int
+) -> list[Any]:
+    """Return the frame that tells the members of a world what `World` has."""
+    return [WORLD, epoch, [[*member] for member in members], root, [*behind], commit]
 
 
 class Newcomer(NamedTuple):

@@ -18,7 +18,7 @@ from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Software
 from hvdlite.common.membership import frames
 from hvdlite.common.membership import link as link_module
-from hvdlite.common.membership.frames import Newcomer, World
+from hvdlite.common.membership.frames import Newcomer, World, world_frame
 from hvdlite.common.membership.link import DriverLink
 from tests.elastic.fake_driver import SECRET, FakeDriver
 from tests.ranks import run_threads
@@ -118,7 +118,7 @@ def test_what_is_late_from_an_old_world_is_ignored(driver: FakeDriver) -> None:
     for late in (
         ["bodies", 1, 0, [b"an old world"]], ["bodies", 2, 7, [b"another round"]],
         ["regroup", 1, "an old world is over", 0],
-        World(1, 0, ((0, "a"),), 0, (), 0).frame(), ["regroup", 9, "a later world", 0],
+        world_frame(1, [(0, "a")], 0, (), 0), ["regroup", 9, "a later world", 0],
     ):  # fmt: skip
         driver.send(0, *late)
     driver.send(0, "bodies", 2, 0, [b"own"])
