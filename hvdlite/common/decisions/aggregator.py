@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet, mask_of
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
-from hvdlite.common.decisions.control_tree import senders
 from hvdlite.common.decisions.grouped import GroupSizes
 from hvdlite.common.decisions.process_sets import change_sets
 from hvdlite.common.decisions.request_readiness import RanksByRequest, RequestReadiness, earliest
+from hvdlite.common.decisions.sender_searches import senders
 from hvdlite.common.requests.messages import (
     NO_BIT,
     Carried,

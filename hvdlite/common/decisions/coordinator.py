@@ -85,7 +85,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival
-from hvdlite.common.decisions.control_tree import SenderSearches, senders
 from hvdlite.common.decisions.crossed import crossed
 from hvdlite.common.decisions.fusion import next_segments
 from hvdlite.common.decisions.process_sets import ProcessSetState, Releases, change_sets
@@ -97,6 +96,7 @@ from hvdlite.common.decisions.request_readiness import (
     earliest,
     join_error,
 )
+from hvdlite.common.decisions.sender_searches import SenderSearches, senders
 from hvdlite.common.decisions.stall_inspector import Waiting
 from hvdlite.common.requests.messages import (
     NO_BIT,
