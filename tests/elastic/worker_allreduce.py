@@ -12,7 +12,7 @@ import numpy as np
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime import lifecycle, worlds
 from tests.elastic.fake_driver import STOP
 
 ELEMENTS = int(os.environ.get("ELEMENTS", "1000"))
@@ -61,7 +61,7 @@ def reduce_until_stopped() -> None:
 if __name__ == "__main__":
     hvd.init()
     BEFORE = modules()
-    if worlds.waiting():
+    if lifecycle.is_waiting():
         try:
             hvd.allreduce(np.zeros(1), name="too early")
         except HorovodInternalError as error:

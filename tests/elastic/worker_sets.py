@@ -8,7 +8,7 @@ import numpy as np
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime import lifecycle, worlds
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.formed_sets import form_process_set
 from tests.elastic.fake_driver import STOP
@@ -46,7 +46,7 @@ def main() -> None:
     hvd.init(process_sets=list(INIT_SETS.values()))
     sets = dict(INIT_SETS)
     global_ranks = hvd.global_process_set.ranks
-    if worlds.waiting():
+    if lifecycle.is_waiting():
         worlds.next_world(0)
     else:
         gone = hvd.add_process_set([0, 2])

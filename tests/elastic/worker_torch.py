@@ -11,7 +11,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime import lifecycle, worlds
 from tests.elastic.fake_driver import STOP
 from tests.elastic.worker_allreduce import NUMBER, say
 
@@ -27,7 +27,7 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         named_parameters=model.named_parameters(),
     )
-    if worlds.waiting():
+    if lifecycle.is_waiting():
         worlds.next_world(0)
     kind = None
     while kind != STOP:

@@ -7,7 +7,7 @@ import numpy as np
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.iterations.trace import trace_by_setting
-from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime import lifecycle, worlds
 from tests.elastic.fake_driver import STOP
 from tests.elastic.worker_allreduce import say
 
@@ -17,7 +17,7 @@ def main() -> None:
     hvd.init()
     trace = trace_by_setting()
     assert trace is not None
-    if worlds.waiting():
+    if lifecycle.is_waiting():
         worlds.next_world(0)
     kind = None
     while kind != STOP:

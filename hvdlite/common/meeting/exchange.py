@@ -7,12 +7,9 @@ upon whichever there is.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-
-from hvdlite.common.base.errors import HorovodInternalError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,45 +40,6 @@ class Interrupt(Protocol):
 
     def raise_if_over(self) -> None:
         """Raise `HorovodInternalError` if the meeting is over, as one of its ranks is lost."""
-
-
-class InProcessMeeting:
-    """The meeting of `size` ranks that are threads of one process."""
-
-    def __init__(self, size: int, limit_seconds: float = 60.0) -> None:
-        self.size = size
-        self.limit_seconds = limit_seconds
-        # Guards the rounds, and tells of a new body.
-        self.changed = threading.Condition()
-        self.rounds: list[dict[int, bytes]] = []
-
-    def exchange(self, rank: int) -> Exchange:
-        return _InProcessExchange(self, rank)
-
-
-class _InProcessExchange:
-    def __init__(self, meeting: InProcessMeeting, rank: int) -> None:
-        self.rank, self.size = rank, meeting.size
-        self._meeting = meeting
-        self._round = 0
-
-    def allgather(self, body: bytes) -> list[bytes]:
-        meeting, number = self._meeting, self._round
-        self._round += 1
-        with meeting.changed:
-            if len(meeting.rounds) == number:
-                meeting.rounds.append({})
-            bodies = meeting.rounds[number]
-            bodies[self.rank] = bytes(body)
-            meeting.changed.notify_all()
-            if not meeting.changed.wait_for(lambda: len(bodies) == self.size,
-                                            meeting.limit_seconds):  # fmt: skip
-                missing = ", ".join(str(r) for r in range(self.size) if r not in bodies)
-                raise HorovodInternalError(f"these ranks did not come: {missing}")
-            return [bodies[rank] for rank in range(self.size)]
-
-    def close(self) -> None:
-        """See `Exchange.close`."""
 
 
 class MpiExchange:

@@ -19,7 +19,6 @@ __all__ = [
     "elastic",
     "next_world",
     "on_hosts_seen",
-    "waiting",
     "world_is_broken",
 ]
 
@@ -27,12 +26,6 @@ __all__ = [
 def elastic() -> bool:
     """Return whether this process is a worker of an elastic job; False before `init`."""
     return this_process.worker is not None
-
-
-def waiting() -> bool:
-    """Return whether this worker is a newcomer outside of any world: `next_world` joins one."""
-    worker = this_process.worker
-    return worker is not None and worker.world is None
 
 
 def current_world() -> World | None:

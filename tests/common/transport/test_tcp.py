@@ -17,7 +17,6 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp import connect as connect_module
@@ -25,7 +24,7 @@ from hvdlite.common.transport.tcp.connect import connect
 from hvdlite.common.transport.tcp.transport import TcpTransport
 from tests.common.transport.tcp_worlds import TWO_HOSTS, exchange_arrays, rings, run_world
 from tests.ranks import run_threads
-from tests.worlds import TcpWorld
+from tests.worlds import InProcessMeeting, TcpWorld
 
 pytestmark = pytest.mark.timeout(30)
 

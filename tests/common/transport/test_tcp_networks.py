@@ -15,7 +15,6 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.networks import Interface
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp.connect import connect, listen_remote
@@ -32,7 +31,7 @@ from tests.common.transport.tcp_worlds import (
 )
 from tests.ports import free_ports
 from tests.ranks import run_threads
-from tests.worlds import TcpWorld
+from tests.worlds import InProcessMeeting, TcpWorld
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError
-from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.transport import bootstrap
 from hvdlite.common.transport.bootstrap import exchange_versions
 from tests.ranks import run_threads
+from tests.worlds import InProcessMeeting
 
 
 def versions(said: Callable[[int], str], monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:

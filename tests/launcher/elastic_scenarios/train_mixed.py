@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import hvdlite.numpy as hvd
-from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime import lifecycle, worlds
 from tests.launcher.elastic_scenarios import faults
 
 STEPS = int(os.environ["STEPS"])
@@ -149,7 +149,7 @@ def main() -> None:
     """Train; the first workers know two sets, newcomers none."""
     hvd.init()
     sets: Sets = []
-    if not worlds.waiting():
+    if not lifecycle.is_waiting():
         for ranks in ([0, 2], [1, 3]):
             sets.append((hvd.add_process_set(ranks), [members()[rank] for rank in ranks]))
     fields: dict[str, Any] = {"step": 0, "history": []}

@@ -196,7 +196,7 @@ def main() -> None:
     fields: dict[str, Any] = {"step": 0, "history": []}
     state = State(weights=np.zeros(WEIGHTS), **fields)
     state.register_reset_callbacks([lambda: faults.at("on_reset"), sent.begin])
-    if not worlds.waiting():
+    if not lifecycle.is_waiting():
         sent.begin()
     try:
         train(state)
