@@ -12,10 +12,10 @@ from hvdlite.common.runtime.current import find as find_runtime
 from hvdlite.common.runtime.current import this_process
 from hvdlite.common.settings.logs import log
 from hvdlite.ps.cluster.enrolment import Enrolment
-from hvdlite.ps.cluster.settings import ANSWER_SECONDS, WORKER, ClusterSettings, check_token
+from hvdlite.ps.cluster.settings import ANSWER_SECONDS, ClusterSettings, check_token
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client, name_of
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import WORKER, Message
 from hvdlite.ps.connections.records import Records
 from hvdlite.ps.layouts.blocks import Array, TensorSpec, specs_of_words
 from hvdlite.ps.scheduler.registry import TableOptions
@@ -27,6 +27,7 @@ from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.table_shards import TableShards
 
 WATCH_SECONDS = 2.0
+LEAVE_SECONDS = 5.0  # For which a worker that leaves waits for its servers' answers.
 LEAVES = "this worker leaves its cluster: wait for what is pulled before that"
 
 AnyTable = TypeVar("AnyTable", bound=TableShards)
@@ -234,8 +235,10 @@ class Worker:
                 f"{table.clock} of the table '{table.name}', which others have not: the parts of "
                 "the table differ by it. A worker that has come again is to make that step again"
             )
-        for server in [each for each in [*self._servers.values()] if each.is_used]:
-            self._client.ask(server.leave).ended_within(5.0)
+        servers = [each for each in [*self._servers.values()] if each.is_used]
+        end = outside.now() + LEAVE_SECONDS  # For all of them: more than one may be lost.
+        for handle in [self._client.ask(server.leave) for server in servers]:
+            handle.ended_within(max(0.0, end - outside.now()))
         self._enrolment.leave()
         self.close()
 
