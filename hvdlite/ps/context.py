@@ -13,7 +13,8 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.base.report_failure import report_uncaught
 from hvdlite.common.runtime import basics, lifecycle
 from hvdlite.common.runtime.current import this_process
-from hvdlite.ps.cluster.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
+from hvdlite.ps.cluster.settings import ClusterSettings, read_settings
+from hvdlite.ps.connections.messages import SCHEDULER, WORKER
 from hvdlite.ps.scheduler.running import run_scheduler
 from hvdlite.ps.server.running import run_server
 from hvdlite.ps.tables.description import TableDescription

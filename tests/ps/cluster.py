@@ -15,8 +15,9 @@ import numpy as np
 from hvdlite.common.connections.address import Address
 from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.cluster.membership import ClusterPlan
-from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
+from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.scheduler import Scheduler

@@ -14,11 +14,12 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError, ProtocolError
 from hvdlite.common.connections.address import Address
-from hvdlite.ps.cluster.settings import SCHEDULER, SERVER
 from hvdlite.ps.connections.channel import Caller, Listener
 from hvdlite.ps.connections.messages import (
     FRAME_BYTES,
     INSIDE_BYTES,
+    SCHEDULER,
+    SERVER,
     Message,
     head_of,
     pack,

@@ -15,12 +15,11 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address
-from hvdlite.ps.cluster.settings import SERVER
 from hvdlite.ps.connections import client as client_module
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SERVER, Message
 from hvdlite.ps.worker.ordered_operations import OrderedOperations
 from tests.ps.cluster import Cluster, trainers, wait_until
 

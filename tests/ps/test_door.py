@@ -13,9 +13,16 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.frames import PREFIX, frame
-from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, ClusterSettings, check_token
+from hvdlite.ps.cluster.settings import ClusterSettings, check_token
 from hvdlite.ps.connections import outside
-from hvdlite.ps.connections.messages import MOST_HEAD_BYTES, Message, head_of, pack
+from hvdlite.ps.connections.messages import (
+    MOST_HEAD_BYTES,
+    SCHEDULER,
+    SERVER,
+    Message,
+    head_of,
+    pack,
+)
 from hvdlite.ps.server import snapshots
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers, wait_until
 from tests.ps.peers import Peer

@@ -15,9 +15,9 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.cluster import enrolment
-from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
+from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections.client import Client
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER, Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.raw_calls import RawTable
 from hvdlite.ps.scheduler import scheduler

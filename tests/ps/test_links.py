@@ -16,10 +16,9 @@ from hvdlite.common.base.errors import (
 from hvdlite.common.connections.address import Address
 from hvdlite.numpy import ps
 from hvdlite.ps import context
-from hvdlite.ps.cluster.settings import SERVER
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SERVER, Message
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.updater import Added
 from hvdlite.ps.worker.server_link import ServerLink

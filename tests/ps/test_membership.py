@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
-from hvdlite.ps.connections.messages import Answer
+from hvdlite.ps.cluster.membership import ClusterPlan, Hello, Membership
+from hvdlite.ps.connections.messages import SERVER, WORKER, Answer
 
 
 def hello(

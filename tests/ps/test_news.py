@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from hvdlite.ps.cluster.enrolment import Enrolment
-from hvdlite.ps.cluster.settings import WORKER, ClusterSettings
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.cluster.settings import ClusterSettings
+from hvdlite.ps.connections.messages import WORKER, Message
 from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.server.running import _End
 from hvdlite.ps.worker.layout_follower import LayoutFollower

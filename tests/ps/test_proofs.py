@@ -12,9 +12,9 @@ import pytest
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Challenge
-from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
+from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections.client import Client
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER, Message
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers

@@ -15,11 +15,11 @@ import pytest
 
 from hvdlite.numpy import ps
 from hvdlite.ps import context
-from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan
+from hvdlite.ps.cluster.membership import ClusterPlan
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import name_of
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SERVER, WORKER, Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.scheduler import Scheduler

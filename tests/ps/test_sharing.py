@@ -22,12 +22,11 @@ from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.address import Address
 from hvdlite.common.connections.loop import Loop
-from hvdlite.ps.cluster.settings import SERVER
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.memory_exchange import MAGIC, NOTE, Sharing, swap
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SERVER, Message
 from hvdlite.ps.connections.shared_memory import SHARED_BYTES, Descriptor, SharedMemory, Window
 from hvdlite.ps.tables import updater as gradient_sums
 from hvdlite.ps.tables.updater import add_up

@@ -14,10 +14,9 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address
 from hvdlite.common.requests.handles import Handle
-from hvdlite.ps.cluster.settings import SERVER
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SERVER, Message
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import Part, place
 from hvdlite.ps.server import server as server_module

@@ -15,11 +15,11 @@ from hvdlite.common.base.errors import (
     HorovodVersionMismatchError,
 )
 from hvdlite.common.requests.handles import Handle
-from hvdlite.ps.cluster.settings import SCHEDULER, ClusterSettings
+from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SCHEDULER, Message
 
 # Members that are idle use little of a processor then. Silence that counts as a loss has several.
 BEAT_SECONDS, BEATS_OF_SILENCE = 2.0, 4

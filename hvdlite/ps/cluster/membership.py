@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlite.ps.connections.messages import Answer, Message, two_processes
+from hvdlite.ps.connections.messages import SERVER, WORKER, Answer, Message, two_processes
 
-SERVER, WORKER = "server", "worker"
 ROLES = (SERVER, WORKER)
 
 

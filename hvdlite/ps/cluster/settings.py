@@ -17,10 +17,10 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import parse_address
 from hvdlite.common.settings.config import Config
 from hvdlite.ps.cluster.membership import ClusterPlan
+from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER
 
 START_SECONDS = 1800.0
 ANSWER_SECONDS = 5.0  # For which the scheduler may tell late who has not come.
-SCHEDULER, SERVER, WORKER = "scheduler", "server", "worker"
 _ROLES = {
     "scheduler": SCHEDULER, "server": SERVER, "worker": WORKER,
     "MS_SCHED": SCHEDULER, "MS_PSERVER": SERVER, "MS_SERVER": SERVER, "MS_WORKER": WORKER,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ class _Sent:
 class Connection:
     """A connection with one server or the scheduler. Only the client's thread may use it."""
 
-    def __init__(self, caller: Caller, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, caller: Caller, now: Callable[[], float]) -> None:
         self.caller = caller
         caller.received, caller.connected = self.take, self.send_again
         self.receive: Callable[[Message], None] = _ignore  # Gets each answer once.

@@ -10,7 +10,9 @@ each with its small payloads. Large ones follow the head, as its arrays.
 | beat | any -> scheduler | beat: who is alive, and the version of the layout |
 | leave, barrier | worker -> scheduler | done |
 | clocks | worker -> scheduler | done: it holds its pushes back, and says the step of each table |
-| plan, ready, scale | server, server, worker -> scheduler | plan: the next layout; done |
+| stand, ready | server -> scheduler | done: it says its steps; it has what it needs |
+| plan | server -> scheduler | plan: the next layout |
+| scale | worker -> scheduler | done: fewer servers are to be left |
 | turn, over | worker -> scheduler | turn: it may save or load now, or need not; done |
 | save, load | worker -> server | saved, loaded: a phase of `ps.save` or `ps.load` is done |
 | take | server -> server | taken: parts of a table that the other one keeps in the next layout |
@@ -23,7 +25,8 @@ each with its small payloads. Large ones follow the head, as its arrays.
 Every request has an id, and its answer repeats it: a request that was sent again is answered twice,
 and the second answer is dropped. `failed` answers what cannot be done, with the reason; `moved` a
 request that was made for an older layout; `restarted` one to a server that does not know the worker
-any more; `rolled_back` one for a step that the server has lost.
+any more; `rolled_back` one for a step that the server has lost; `overtaken` one of a save or a load
+after which another one has begun.
 
 This module never sends. Nothing that arrives is unpickled.
 """
@@ -39,6 +42,7 @@ import msgpack
 
 from hvdlite.common.base.errors import ProtocolError
 
+SCHEDULER, SERVER, WORKER = "scheduler", "server", "worker"  # The roles of processes.
 KINDS = frozenset(
     {
         "hello", "welcome", "refused", "declare", "layout", "beat", "leave",
@@ -71,10 +75,14 @@ class Message(NamedTuple):
     request: int = 0
     table: str = ""
     clock: int = 0  # Of the worker in requests; the version in answers.
-    # How often the server has started: in its answers. The version of the layout: in requests.
-    incarnation: int = 0
+    incarnation: int = 0  # How often the server has started, in its answers; see `layout`.
     body: Mapping[str, Any] = {}
     payloads: Sequence[Buffer] = ()
+
+    @property
+    def layout(self) -> int:
+        """The version of the layout in which the sender is, in a request."""
+        return self.incarnation
 
     def numbered(self, request: int) -> Message:
         """Return the message as the request with this id."""

@@ -1,7 +1,8 @@
 """What a process of a cluster takes from outside: time, chance, threads and files.
 
-All rooms of `hvdlite.ps` ask this module, by its name, so that a simulated world can stand in for
-it (see docs/simulation.md). What is outside besides are the ends of connections: see `channel`.
+Whatever decides asks this module, by its name, so that a simulated world can stand in for it (see
+docs/simulation.md). Records, what only starts a process, and numbers that only have to differ do
+not. What is outside besides are the ends of connections: see `channel`.
 """
 
 from __future__ import annotations

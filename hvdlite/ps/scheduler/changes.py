@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.cluster.membership import SERVER, WORKER, Membership
+from hvdlite.ps.cluster.membership import Membership
+from hvdlite.ps.connections.messages import SERVER, WORKER
 from hvdlite.ps.layouts.layout import Layout, rebalance
 from hvdlite.ps.scheduler.registry import Registry
 from hvdlite.ps.tables.clocks import SYNC

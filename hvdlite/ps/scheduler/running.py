@@ -8,9 +8,10 @@ from pathlib import Path
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address, parse_address
-from hvdlite.ps.cluster.settings import SCHEDULER, ClusterSettings, check_token
+from hvdlite.ps.cluster.settings import ClusterSettings, check_token
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.messages import SCHEDULER
 from hvdlite.ps.scheduler.scheduler import Scheduler
 
 LOOPBACK = "127.0.0.1"

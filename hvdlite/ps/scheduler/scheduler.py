@@ -11,10 +11,10 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Member, Membership
+from hvdlite.ps.cluster.membership import ClusterPlan, Hello, Member, Membership
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
-from hvdlite.ps.connections.messages import Answer, Message, role_of
+from hvdlite.ps.connections.messages import SERVER, WORKER, Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import specs_of_words
 from hvdlite.ps.scheduler.barrier import Barrier
 from hvdlite.ps.scheduler.changes import REMEDY, Changes, Obstacle, Standing

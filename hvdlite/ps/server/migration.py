@@ -12,10 +12,9 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.enrolment import Enrolment
-from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.messages import Answer, Message
+from hvdlite.ps.connections.messages import SERVER, Answer, Message
 from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler.registry import is_change_awaited
 from hvdlite.ps.server.server import Server

@@ -11,7 +11,6 @@ from hvdlite.common.connections.address import Address
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import (
     ANSWER_SECONDS,
-    SERVER,
     ClusterSettings,
     address_towards,
     check_token,
@@ -19,6 +18,7 @@ from hvdlite.ps.cluster.settings import (
 from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client, name_of
+from hvdlite.ps.connections.messages import SERVER
 from hvdlite.ps.connections.records import OFF, Records
 from hvdlite.ps.server.checkpoints import ServerCheckpoints
 from hvdlite.ps.server.migration import Migration

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
-from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.channel import Listener
-from hvdlite.ps.connections.messages import REPLACES, Answer, Message, role_of, two_processes
+from hvdlite.ps.connections.messages import (
+    REPLACES,
+    SERVER,
+    Answer,
+    Message,
+    role_of,
+    two_processes,
+)
 from hvdlite.ps.connections.records import OFF, Records
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.server.snapshots import SnapshotFolder
@@ -122,11 +128,11 @@ class Server:
             return []
         if why := self._replaced.get(peer):
             return [self._failed(peer, message, why)]
-        if message.kind in OF_LAYOUT and message.incarnation != self.layout:
-            self.hear_of_layout(message.incarnation)
+        if message.kind in OF_LAYOUT and message.layout != self.layout:
+            self.hear_of_layout(message.layout)
         try:
             _check_role(role_of(peer), message.kind)
-            if message.kind in OF_LAYOUT and message.incarnation != self.layout:
+            if message.kind in OF_LAYOUT and message.layout != self.layout:
                 return self._of_another_layout(peer, message)
             answers = handler(peer, message)
         except (ProtocolError, ValueError) as error:
@@ -147,7 +153,7 @@ class Server:
 
     def _of_another_layout(self, peer: bytes, message: Message) -> list[Answer]:
         """Say that other servers keep the table, or nothing where this one will know of it soon."""
-        if message.incarnation > self.layout:
+        if message.layout > self.layout:
             return []  # It is sent again.
         return [Answer(peer, Message("moved", message.request, message.table))]
 

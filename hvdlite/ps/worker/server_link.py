@@ -10,10 +10,9 @@ from hvdlite.common.base.errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
 )
-from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import SERVER, Message
 from hvdlite.ps.worker.ordered_operations import Done
 from hvdlite.ps.worker.shard import Shard
 

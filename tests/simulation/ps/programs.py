@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER
+from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import MODES, SSP, SYNC
 from tests.simulation.lines import NO_LIMIT

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.cluster.settings import SERVER, WORKER, ClusterSettings
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.cluster.settings import ClusterSettings
+from hvdlite.ps.connections.messages import SERVER, WORKER, Message
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.scheduler.checkpoint_order import LOAD
 from hvdlite.ps.tables.clocks import SSP, SYNC

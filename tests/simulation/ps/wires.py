@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.ps.cluster.settings import SERVER, WORKER, ClusterSettings
+from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections import channel
-from hvdlite.ps.connections.messages import Message, pack
+from hvdlite.ps.connections.messages import SERVER, WORKER, Message, pack
 from hvdlite.ps.server import running as server_running
 from hvdlite.ps.server.running import run_server
 from hvdlite.ps.worker.worker import Worker
