@@ -97,7 +97,7 @@ class PreparedBucket(Generic[T]):
         if alone and self._bundle is not None:
             # First: a KeyboardInterrupt may come as soon as they are announced.
             self._unsent, self._thread = runtime.engine, threading.get_ident()
-            runtime.engine.announce(self._entries)
+            runtime.engine.add_pending(self._entries)
         else:
             runtime.engine.enqueue(self._entries)
         self.busy, self._handle, self._tensors = True, handle, tensors

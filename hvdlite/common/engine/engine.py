@@ -3,7 +3,8 @@
     training thread --enqueue--> Inbox --reports--> parent ... --> Coordinator (rank 0)
     handles <--complete-- Executor <--orders-- parent <-- ... orders, one sequence for all ranks
 
-Only this thread touches the transport. It sleeps in `Transport.receive` while nothing happens.
+Only this thread touches the transport, but for `wake`, and for the memory of short calls. It sleeps
+in `Transport.receive` while nothing happens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hvdlite.common.devices.hierarchy import HostPaths
 from hvdlite.common.devices.libraries import find_libraries
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.executor import CarriedData, Executor
-from hvdlite.common.engine.inbox import Inbox, enough_bytes
+from hvdlite.common.engine.inbox import Inbox, waking_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.engine.short_calls import ShortCalls
@@ -134,7 +135,7 @@ class Engine:
             config.cycle_time_ms / 1000,
             self._short_calls,
             clock,
-            enough=enough_bytes(self.topology, len(os.sched_getaffinity(0))),
+            enough=waking_bytes(self.topology, len(os.sched_getaffinity(0))),
         )
         self._autotuning: Autotuning | None = None
         if config.autotune and self.rank == ROOT and self.topology.size > 1:
@@ -186,7 +187,7 @@ class Engine:
                 self._inbox.hurry()
             raise
 
-    def announce(self, entries: Sequence[Entry]) -> None:
+    def add_pending(self, entries: Sequence[Entry]) -> None:
         """Keep entries until `send` or `exchange`. Raises as `PendingTable.add`."""
         if self._timeline.enabled or self._executor.observers or self._debug:
             self._note(entries)

@@ -17,32 +17,22 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
-from typing import Protocol
 
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.engine.short_calls import ShortCalls
 from hvdlite.common.requests.entries import Entry
 from hvdlite.common.requests.handles import Handle
 
 # The reduction of so many bytes takes longer than a negotiation, so they do not gather further,
 # unless the engine has no core of its own: then it would only interrupt the thread that enqueues.
 # See [Note: why gradients gather twice] in torch/optimizer/gradient_exchange.py.
-ENOUGH_BYTES = 1 << 20
+WAKING_BYTES = 1 << 20
 MOST_CYCLES = 5
 
 
-def enough_bytes(topology: Topology, cores: int) -> float:
+def waking_bytes(topology: Topology, cores: int) -> float:
     """Return how many bytes wake the engine at once: no number does where ranks take all cores."""
-    return math.inf if topology.fills(cores) else ENOUGH_BYTES
-
-
-class ShortCalls(Protocol):
-    """What completes entries without the engine."""
-
-    def run(self, entry: Entry) -> bool:
-        """Complete an entry in a thread that waits for it; False if it must be reported."""
-
-    def is_pending(self, entry: Entry) -> bool:
-        """Return whether an entry is neither complete nor failed."""
+    return math.inf if topology.fills(cores) else WAKING_BYTES
 
 
 class _Engine(Enum):
@@ -63,7 +53,7 @@ class Inbox:
         short_calls: ShortCalls | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        enough: float = ENOUGH_BYTES,
+        enough: float = WAKING_BYTES,
     ) -> None:
         """Wake the engine by `wake`, which is given the seconds until then.
 

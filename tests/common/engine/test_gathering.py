@@ -13,7 +13,7 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.engine.engine import Engine
-from hvdlite.common.engine.inbox import ENOUGH_BYTES, MOST_CYCLES, Inbox, enough_bytes
+from hvdlite.common.engine.inbox import MOST_CYCLES, WAKING_BYTES, Inbox, waking_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.requests.entries import Entry
 from hvdlite.common.requests.messages import Request
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(30)
 class Queue:
     """A queue whose engine sleeps, and what it was woken with."""
 
-    def __init__(self, gather_seconds: float = SOON, enough: float = ENOUGH_BYTES) -> None:
+    def __init__(self, gather_seconds: float = SOON, enough: float = WAKING_BYTES) -> None:
         self.woken: list[float] = []
         # Time stands still: an alarm is put off where the next tensor comes late.
         self.queue = Inbox(self.woken.append, gather_seconds, clock=lambda: 0.0, enough=enough)
@@ -117,7 +117,7 @@ def test_nothing_overtakes_an_entry_that_is_kept_and_nobody_waits_for_it_in_vain
 def test_an_entry_of_many_bytes_is_kept_from_nobody() -> None:
     engine = AwakeEngine()
     assert engine.inbox.may_sleep()
-    entry = engine.put("large", waits=True, size_bytes=ENOUGH_BYTES)
+    entry = engine.put("large", waits=True, size_bytes=WAKING_BYTES)
     assert engine.alarms == [0.0]
     assert engine.inbox.drain() == [entry]
 
@@ -188,16 +188,16 @@ def test_who_wants_to_be_called_wakes_the_engine() -> None:
 
 def test_many_bytes_wake_the_engine_at_once() -> None:
     queue = Queue()
-    queue.add("a", ENOUGH_BYTES - 1)
+    queue.add("a", WAKING_BYTES - 1)
     queue.add("b", 1)
-    queue.add("c", ENOUGH_BYTES)
+    queue.add("c", WAKING_BYTES)
     assert queue.woken == [SOON, 0.0]
 
 
 def test_many_bytes_gather_on_where_the_engine_has_no_core_of_its_own() -> None:
     one, two = Topology.single_host(2), Topology(((0,), (1,)))
-    assert enough_bytes(one, cores=3) == enough_bytes(two, cores=1) == ENOUGH_BYTES
-    queue = Queue(enough=enough_bytes(one, cores=2))
+    assert waking_bytes(one, cores=3) == waking_bytes(two, cores=1) == WAKING_BYTES
+    queue = Queue(enough=waking_bytes(one, cores=2))
     queue.add("a", 1 << 40)
     assert queue.woken == [SOON]
     queue.queue.hurry()
@@ -214,7 +214,7 @@ def test_an_engine_without_a_core_is_not_woken_while_tensors_follow_each_other()
         nonlocal due
         due = now + within
 
-    inbox = Inbox(wake, SOON, clock=lambda: now, enough=enough_bytes(Topology.single_host(2), 2))
+    inbox = Inbox(wake, SOON, clock=lambda: now, enough=waking_bytes(Topology.single_host(2), 2))
     assert inbox.may_sleep()
     for number in range(100):
         came.append(now)
@@ -233,7 +233,7 @@ def test_an_engine_without_a_core_is_not_woken_while_tensors_follow_each_other()
 def test_a_message_of_another_rank_does_not_divide_what_a_thread_enqueues(then: str) -> None:
     """Its engine has no core, and is not to negotiate the first half of a step alone."""
     now, alarms = 0.0, []
-    enough = enough_bytes(Topology.single_host(2), 2)
+    enough = waking_bytes(Topology.single_host(2), 2)
     inbox = Inbox(
         lambda within: alarms.append(now + within), SOON, clock=lambda: now, enough=enough
     )
@@ -305,7 +305,7 @@ def test_a_message_of_another_rank_has_what_came_a_while_ago() -> None:
 
 
 def test_an_engine_without_a_core_is_woken_as_soon_as_nothing_follows() -> None:
-    queue = Queue(enough=enough_bytes(Topology.single_host(2), cores=2))
+    queue = Queue(enough=waking_bytes(Topology.single_host(2), cores=2))
     for name in "abc":
         queue.add(name)
     assert queue.woken == [SOON]
@@ -327,7 +327,7 @@ def test_ctrl_c_just_before_a_wake_up_leaves_the_next_one_to_others(who: str) ->
 
     def come(name: str) -> None:
         entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
-        entry.size_bytes = ENOUGH_BYTES if who == "many bytes" else 8
+        entry.size_bytes = WAKING_BYTES if who == "many bytes" else 8
         inbox.put([entry])
         if who == "a thread that waits":
             assert not entry.handle.ended_within(0)

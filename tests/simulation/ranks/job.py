@@ -14,7 +14,7 @@ from unittest.mock import patch
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.engine import engine, stall_watch, tree_links
-from hvdlite.common.engine.inbox import ENOUGH_BYTES
+from hvdlite.common.engine.inbox import WAKING_BYTES
 from hvdlite.common.settings.config import Config
 from tests.simulation.ranks.programs import (
     Kill,
@@ -220,7 +220,7 @@ def quiet(program: Program) -> Iterator[None]:
             patch.object(tree_links, "Tree", partial(Tree, fan_out=program.fan_out)),
             patch.object(stall_watch, "main_thread_stack", lambda: "a stack\n"),
             patch.object(engine, "threading", SimpleNamespace(Event=Event, Thread=EngineThread)),
-            patch.object(engine, "enough_bytes", lambda topology, cores: ENOUGH_BYTES),
+            patch.object(engine, "waking_bytes", lambda topology, cores: WAKING_BYTES),
         ):
             yield
     finally:
