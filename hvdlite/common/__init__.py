@@ -6,14 +6,14 @@ A package imports from itself and from packages below it, never upwards:
     gradients       buckets of gradients: names, delays, groups, segments, reduction
     elastic         states, and the loop that trains on when ranks come and go
     api             the public forms of the collectives, written once for all frameworks
-    runtime         init and shutdown, rank and size, process sets: the module-level state
+    runtime         init and shutdown, rank and size, process sets
     engine          the engine thread: drain, negotiate, run, complete
     decisions       coordinator, aggregator, response cache, fusion: pure functions of messages
     devices         collectives in the memory of accelerators, by their vendors' libraries
     collectives     the table of collectives, and the backends that run them
     transport       control messages, shared memory and arrays between ranks
-    membership      the driver of an elastic job and its workers: who is in which world
-    meeting         how ranks find each other: the exchange, its sources, proofs of identity
+    membership      the connection between a worker of an elastic job and its driver
+    meeting         how ranks find each other: the exchange, and its sources
     connections     proven, framed and watched connections, and the loop that drives them
     requests        what ranks ask for: entries, handles, the messages about them, process sets
     settings        every setting, declared once, and the log

@@ -55,7 +55,7 @@ class NumpyState(ObjectState):
             setattr(self, name, self._shown(getattr(self, name), tree))
 
     def sync(self) -> None:
-        """Give all ranks what rank 0 saved last: as their attributes, and as their last save.
+        """Give all ranks what the root saved last: as their attributes, and as their last save.
 
         Where that rank is lost in between, the last save here stays what it was.
         """

@@ -1,1 +1,1 @@
-"""Command-line tools that read the files of a finished job. No rank imports them."""
+"""Command-line tools: readers of the files of a finished job, and trials of an installation."""

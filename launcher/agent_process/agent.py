@@ -22,7 +22,7 @@ since each start waits for it.
 | missing MEMBERS [RANKS], fail TEXT RANK | came MEMBERS ROUND [RANKS]              |
 |                                         | withdrawn MEMBERS ROUND                 |
 | finished [RANKS] (with exit code 0)     |                                         |
-| order NUMBER LINE, count                | answer NUMBER LINE (connections/orders.py)    |
+| order NUMBER LINE, count                | answer NUMBER LINE (see orders.py)      |
 | tell [NUMBERS] MESSAGE                  | said NUMBER MESSAGE, closed NUMBER      |
 |                                         | silent NUMBER TEXT (or it is stopped)   |
 |                                         | leaving TEXT                            |

@@ -46,7 +46,7 @@ from hvdlite.launcher.platforms.kubernetes import (
     with_own_pod_local,
 )
 
-# Flags that become fields of `Options` as they are.
+# Flags that become fields of `LaunchOptions` as they are.
 AS_GIVEN = ("ssh_port", "ssh_identity_file", "tcp", "as_horovod", "torchrun_env", "debug_rank",
             "output_filename", "prefix_timestamp", "verbose")  # fmt: skip
 AGENT_BINDING_FLAGS = {"bind-to", "cpu-bind"}

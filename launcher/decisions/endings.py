@@ -83,15 +83,18 @@ class FirstFailure:
             if not self.raised[rank]:
                 self._suspect(rank)
         elif event == "exit":
-            self.codes[rank] = int(words[0])
-            if self.codes[rank] and rank not in self.raised:
-                self._suspect(rank)
+            self._exit(rank, int(words[0]))
+
+    def _exit(self, rank: int, code: int) -> None:
+        self.codes[rank] = code
+        if code and rank not in self.raised:
+            self._suspect(rank)
 
     def end(self, rank: int, code: int) -> None:
         """Note the end of a rank by an exit code, or by a signal as its negative number."""
         if code > 0:
             self.by_choice.add(rank)
-        self.receive("exit", rank, [str(code if code >= 0 else 128 - code)])
+        self._exit(rank, code if code >= 0 else 128 - code)
 
     def lose(self, rank: int, how: str = KILLED_WITH_SHELL) -> None:
         """Note that nobody will tell the exit code of a rank, such as when its shell is gone."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.decisions import endings as ending
+from hvdlite.launcher.decisions import endings
 from hvdlite.launcher.decisions.endings import Plan
 from hvdlite.launcher.elastic.workers import ElasticWorkers
 from hvdlite.launcher.hosts.hosts import parse_discovery
@@ -27,7 +27,7 @@ from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 # Workers that wait for a world have been told of the end; whoever trains on is not needed any more.
-AFTER_FINISH: Plan = ((0.5, ending.TERMINATE), (2.5, ending.KILL), (1.0, ending.ABANDON))
+AFTER_FINISH: Plan = ((0.5, endings.TERMINATE), (2.5, endings.KILL), (1.0, endings.ABANDON))
 LAST_SECONDS = 5.0  # How long agents without workers may take to end.
 POLL_SECONDS = 0.02  # Between two looks whether their processes have ended.
 EVERY_SECONDS = 1.0  # From the start of a run of the script to that of the next one.
@@ -104,11 +104,11 @@ class ElasticJob(Job):
 
     def next_plan(self, now: float) -> Plan | None:
         number = self.signals.take()
-        if number not in (None, ending.REPEATED):
+        if number not in (None, endings.REPEATED):
             self.driver.stop(128 + number, f"ended by {signal.Signals(number).name}", now)
         self.hands.carry_out()
         if number is not None:
-            return ending.AFTER_SIGNAL.get(number, ending.AFTER_SIGTERM)
+            return endings.AFTER_SIGNAL.get(number, endings.AFTER_SIGTERM)
         over = self.hands.finish is not None and self.ending is None
         return AFTER_FINISH if over else None
 
@@ -126,7 +126,7 @@ class ElasticJob(Job):
         self.hands.let_end()
         deadline = time.monotonic() + LAST_SECONDS
         while self.hands.running() and (left := deadline - time.monotonic()) > 0:
-            if self.signals.take() == ending.REPEATED:
+            if self.signals.take() == endings.REPEATED:
                 return
             self.loop.run_once(min(left, POLL_SECONDS))
             self.hands.look(time.monotonic())

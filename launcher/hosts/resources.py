@@ -1,4 +1,4 @@
-"""How many cores a process may use: by its affinity, and by the CPU limit of its container.
+"""The cores that a process may use, by its affinity and its container's limit, and its devices.
 
 The count is a piece of shell, because each rank counts for itself: its host may have other limits
 than the launcher's, and the shell around a rank is there already.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.decisions import endings as ending
+from hvdlite.launcher.decisions import endings
 from hvdlite.launcher.decisions.endings import Ending, FirstFailure
 from hvdlite.launcher.jobs.outcome import (
     NOT_STARTED_CODE,
@@ -83,10 +83,10 @@ class Job(ABC):
         if plan is not None:
             self.ending = Ending.begin(plan, now)
         while self.ending and (step := self.ending.next_step(now)):
-            if step == ending.ABANDON:
+            if step == endings.ABANDON:
                 self.abandon()
             else:
-                self.signal_all(ending.SIGNALS[step])
+                self.signal_all(endings.SIGNALS[step])
 
     def say(self, line: str) -> None:
         """Print a line of hvdlite-run's own."""
@@ -122,7 +122,7 @@ class Job(ABC):
         """Let all ranks count from now on, also those that are not started yet."""
 
     @abstractmethod
-    def next_plan(self, now: float) -> ending.Plan | None:
+    def next_plan(self, now: float) -> endings.Plan | None:
         """Return the plan by which the job is ended from now on; None: as before."""
 
     @abstractmethod
@@ -200,26 +200,26 @@ class FixedJob(Job):
         self.first_failure.closed = True
         self.signal(number)
 
-    def next_plan(self, now: float) -> ending.Plan | None:
+    def next_plan(self, now: float) -> endings.Plan | None:
         plan = self._find_plan(now >= self._start_by)
         if plan is not None:
             self.begin_end()
         return plan
 
-    def _find_plan(self, too_late: bool) -> ending.Plan | None:
+    def _find_plan(self, too_late: bool) -> endings.Plan | None:
         """Signals come before all else."""
         number = self.signals.take()
         if number is not None:
-            return ending.AFTER_SIGNAL.get(number, ending.AFTER_SIGTERM)
+            return endings.AFTER_SIGNAL.get(number, endings.AFTER_SIGTERM)
         if self.ending is not None:
             return None
         if self.first_failure.trouble:
-            return ending.AFTER_FAILURE
+            return endings.AFTER_FAILURE
         if len(self.first_failure.codes) == self.options.num_proc:
-            return ending.AFTER_ALL_RANKS
+            return endings.AFTER_ALL_RANKS
         if too_late and not self.all_started:
             self.timed_out = True
-            return ending.AFTER_SIGTERM
+            return endings.AFTER_SIGTERM
         return None
 
     def conclude(self) -> JobOutcome:

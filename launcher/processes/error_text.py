@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 
+from hvdlite.common.base.report_failure import shortened
+
 # But of what is inside of an exception group, whose lines all have a margin.
 HEADER = re.compile(r"^(?! *\|)(.*)Traceback \(most recent call last\):", re.MULTILINE)
 GROUP, MARGIN = "  + Exception Group ", "  | "
@@ -46,4 +48,4 @@ def spell_os_error(error: OSError) -> str:
 
 def shorten(text: str) -> str:
     """Return `text` with at most `LONGEST_TEXT` characters."""
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
+    return shortened(text, LONGEST_TEXT)

@@ -1,1 +1,1 @@
-"""The public forms of the collectives, written once for all frameworks."""
+"""The collectives as adapters call them, written once for all frameworks."""

@@ -87,7 +87,7 @@ class _Exit(SystemExit):
             try:
                 sys._getframe(1)
             except ValueError:
-                status = _shortened(repr(self._status), LONGEST_REASON)
+                status = shortened(repr(self._status), LONGEST_REASON)
                 _reasons.append(f"has ended by sys.exit({status}) ({self._where})")
         return self._status
 
@@ -101,7 +101,7 @@ def _exit(status: Any = None, /) -> NoReturn:
 def report(error: BaseException) -> None:
     """Tell the launcher, where there is one, that `error` ends this rank; see `reason_of_end`."""
     if not (hasattr(sys, "ps1") or sys.flags.interactive):  # Else the process goes on after it.
-        _reasons.append(f"has ended by {_shortened(_one_line(error), LONGEST_REASON)}")
+        _reasons.append(f"has ended by {shortened(_one_line(error), LONGEST_REASON)}")
     if launcher_pipe() is None:
         return
     # An exception that was raised while a victim's was handled is the victim's, too.
@@ -166,10 +166,11 @@ def reason_of_shutdown() -> str:
     in_order = isinstance(error, SystemExit) and error.code in (None, 0)
     if error is None or in_order or isinstance(error, GeneratorExit):
         return ""
-    return f"{HAS_SHUT_DOWN} after {_shortened(_one_line(error), LONGEST_REASON)},"
+    return f"{HAS_SHUT_DOWN} after {shortened(_one_line(error), LONGEST_REASON)},"
 
 
-def _shortened(text: str, longest: int) -> str:
+def shortened(text: str, longest: int) -> str:
+    """Return `text` with at most `longest` characters."""
     return f"{text[:longest]} ..." if len(text) > longest else text
 
 

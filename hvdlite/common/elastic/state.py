@@ -92,7 +92,9 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} does not define restore()")
 
     def sync(self) -> None:
-        """Make all ranks equal to rank 0; every rank calls it."""
+        """Make all ranks equal to the root; every rank calls it.
+
+        The root is rank 0; in an elastic job, the first rank with the newest commit."""
         raise NotImplementedError(f"{type(self).__name__} does not define sync()")
 
     def commit(self) -> None:
@@ -227,7 +229,7 @@ class ObjectState(State):
         self._set_attributes(self._copies(self._saved_state))
 
     def sync(self) -> None:
-        """Give all ranks what rank 0 saved last: as their attributes, and as their last save."""
+        """Give all ranks what the root saved last: as their attributes, and as their last save."""
         if not self._saved_state:
             return
         self._saved_state = self._attributes_from_source()

@@ -82,7 +82,7 @@ class VariablesState(ObjectState):
         """Begin the backward passes of a step anew; do nothing where one of them makes a step."""
 
     def sync(self) -> None:
-        """Make all ranks equal to rank 0: its variables as they are, objects as saved last.
+        """Make all ranks equal to the root: its variables as they are, objects as saved last.
 
         Raises `ValueError` where ranks have other variables.
         """

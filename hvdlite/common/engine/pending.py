@@ -163,8 +163,8 @@ class PendingTable:
     def waits(self) -> list[tuple[str, str, int]]:
         """Return the tensors for which threads of the user wait without a limit, and where.
 
-        The number is 1 for a thread that exchanges gradients. None where one of these threads does
-        anything else, so that it could submit more.
+        The number is 1 for a thread that exchanges gradients. Nothing is returned where one of
+        these threads does anything else, so that it could submit more.
         """
         with self._lock:
             names = {id(entry.handle): entry.request.name for entry in self._entries.values()}

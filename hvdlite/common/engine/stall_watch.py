@@ -95,7 +95,9 @@ class StallWatch:
         self.on_stack_query(StackQuery(report.missing))
 
     def answer(self, waits: Sequence[tuple[str, str, int]]) -> None:
-        """Tell rank 0 for which tensors the threads of this rank wait, and where: `Pending.waits`.
+        """Tell rank 0 for which tensors threads of this rank wait, and where.
+
+        `waits` is what `PendingTable.waits` returns.
 
         All that they had submitted before must be reported, and all orders be obeyed.
         """

@@ -1,1 +1,1 @@
-"""The iteration trace: what every rank did in every training iteration."""
+"""What ranks do in each training iteration, counted: a trace, metrics, and who is slow."""

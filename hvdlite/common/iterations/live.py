@@ -1,7 +1,7 @@
 """The counts of this rank while it runs: `hvd.metrics()` and `hvd.progress()`.
 
-Nothing is counted before somebody asks: by ``HVDLITE_LIVE=1``, which `hvdlite-run
---metrics-port` sets, by the first `metrics()` or `progress()`, or by `hvdlite-top`.
+Nothing is counted before somebody asks: by ``HVDLITE_LIVE=1``, which the flags of
+hvdlite-run for the live view set, by the first `metrics()` or `progress()`, or by `hvdlite-top`.
 """
 
 from __future__ import annotations

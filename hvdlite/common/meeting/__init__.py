@@ -1,1 +1,1 @@
-"""How ranks meet before they are connected: the exchange, its sources, and proofs of identity."""
+"""How ranks meet before they are connected: the exchange, and its sources."""

@@ -1,1 +1,1 @@
-"""init and shutdown, process sets, rank and size: the only module-level state."""
+"""init and shutdown, process sets, rank and size: which job this process is a rank of."""

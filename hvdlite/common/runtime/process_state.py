@@ -1,4 +1,4 @@
-"""The one module-level state: which job this process, or the calling thread, is a rank of.
+"""Which job this process, or the calling thread, is a rank of.
 
 It stands below runtimes and does not know what one is: `hvdlite.common.runtime.current` does.
 """

@@ -1,4 +1,4 @@
-"""The timeline of a worker of an elastic job, which goes on from world to world in one file."""
+"""What lasts from world to world: the timeline of a rank, and who trains in it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class NoneCompressor(Compressor):
 
 
 # Compressors with error feedback. These are descriptions; what they remember from step to step is
-# in the optimizer: see common/gradients/error_feedback.py.
+# in the optimizer: see common/gradients/compressed_bucket.py.
 
 
 COMPLEX = (

@@ -1,7 +1,7 @@
 """The interface of a transport, for the engine and the collectives.
 
-One `Transport` belongs to one rank of one job and is used by that rank's engine thread alone;
-only `wake` may be called from another thread. Ranks are global ranks of the job.
+One `Transport` belongs to one rank of one job and is used by that rank's engine thread alone, but
+for the methods that say otherwise. Ranks are global ranks of the job.
 """
 
 from __future__ import annotations

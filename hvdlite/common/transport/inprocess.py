@@ -1,4 +1,4 @@
-"""A transport whose ranks are threads of one process: for tests, and for a job of one rank."""
+"""A transport whose ranks are threads of one process: for a world of one rank, and for tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The connections between the ranks of one host: Unix sockets, and memory that they share.
 
-Nothing here spins: a rank that waits sleeps in poll(). Control messages and the signals of the data
+Nothing here spins: a rank that waits sleeps in epoll. Control messages and the signals of the data
 plane have sockets of their own and never mix.
 """
 

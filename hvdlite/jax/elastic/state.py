@@ -85,7 +85,7 @@ class JaxState(ObjectState):
         self._set_attributes(self._saved.restored())
 
     def sync(self) -> None:
-        """Give all ranks what rank 0 saved last: as their attributes, and as their last save.
+        """Give all ranks what the root saved last: as their attributes, and as their last save.
 
         Where that rank is lost in between, the last save here stays what it was.
         """

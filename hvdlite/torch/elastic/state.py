@@ -226,7 +226,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Make all ranks equal to rank 0, and save that: what is current, objects as saved last."""
+        """Make all ranks equal to the root: what is current, and objects as last saved; save it."""
         # Optimizers last: where the root is lost in between, weights that have changed tell it.
         for handler in sorted(
             self._handlers.values(), key=lambda each: isinstance(each, OptimizerStateHandler)

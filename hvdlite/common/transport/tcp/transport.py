@@ -1,7 +1,8 @@
 """The transport of a job over TCP: sockets and shared memory inside a host, TCP between hosts.
 
-After `connect` only the engine thread calls this transport. It waits in one epoll for everything:
-wake-ups, Unix sockets, listeners, control messages and arrays; nothing is asked again and again.
+After `connect` only the engine thread calls this transport, but for `wake`, `short_call_memory` and
+`close`. It waits in one epoll for everything: wake-ups, Unix sockets, listeners, control messages
+and arrays; nothing is asked again and again.
 """
 
 from __future__ import annotations
