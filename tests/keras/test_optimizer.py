@@ -82,7 +82,7 @@ def test_ctrl_c_at_any_point_of_a_small_step() -> None:
                 np.testing.assert_array_equal(first, np.full(3, 5.0 + points))
                 np.testing.assert_array_equal(second, np.full((2, 2), 2.0))
             else:
-                go_on += interrupted_after(engine, "announce", points, modules, run)
+                go_on += interrupted_after(engine, "add_pending", points, modules, run)
                 until(lambda: not engine._pending._entries)
             if not hvd_numpy.allreduce(go_on, name="go on", op=hvd.Sum)[0]:
                 break

@@ -202,7 +202,7 @@ def test_ctrl_c_at_any_point_of_an_eager_step() -> None:
             if rank:
                 check(run(), points)
             else:
-                go_on += interrupted_after(engine, "announce", points, modules, run)
+                go_on += interrupted_after(engine, "add_pending", points, modules, run)
                 until(lambda: not engine._pending._entries)
             if not hvd_numpy.allreduce(go_on, name="go on", op=hvd.Sum)[0]:
                 break

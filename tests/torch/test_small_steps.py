@@ -179,7 +179,7 @@ def test_ctrl_c_at_any_point_of_a_small_step() -> None:
                 gradients.step(points)
             else:
                 go_on += interrupted_after(
-                    engine, "announce", points, [prepared_bucket, gradient_exchange, in_flight],
+                    engine, "add_pending", points, [prepared_bucket, gradient_exchange, in_flight],
                     gradients.optimizer.synchronize,
                 )  # fmt: skip
                 until(lambda: not engine._pending._entries)
