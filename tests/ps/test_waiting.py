@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,41 @@ def test_a_late_answer_to_a_push_does_not_end_the_next_one() -> None:
     assert ends == ["first", "pull"]
     shard.receive(Message("pushed", 4, "t", 2))
     assert ends == ["first", "pull", "second"]
+
+
+def begin_push(shard: Shard, ends: list[object], name: str) -> None:
+    shard.operations.push(partial(shard.push, {}, []), lambda _answer: ends.append(name))
+
+
+def test_values_that_nobody_awaits_any_more_end_no_push() -> None:
+    """A worker that leaves drops its pulls; a push behind them may be under way by then."""
+    sent: list[Message] = []
+    shard, ends = started_shard(sent), []
+    begin_push(shard, ends, "first")
+    shard.operations.pull(shard.pull, lambda _error: ends.append("pull"))
+    begin_push(shard, ends, "second")
+    begin_push(shard, ends, "third")
+    shard.drop_pulls(HorovodInternalError("this worker leaves"))
+    shard.receive(Message("pushed", 2, "t", 1))
+    shard.receive(Message("values", 3, "t", 1))
+    assert ends == ["pull", "first"] and [each.kind for each in sent[3:]] == ["push"]
+    shard.receive(Message("pushed", 4, "t", 2))
+    shard.receive(Message("pushed", 5, "t", 3))
+    assert ends == ["pull", "first", "second", "third"]
+
+
+def test_a_push_that_is_refused_ends_none_behind_it() -> None:
+    """What waits for its turn begins as soon as the push before it has ended."""
+    shard, ends = started_shard([]), []
+    begin_push(shard, ends, "first")
+    begin_push(shard, ends, "second")
+    shard.operations.pull(shard.pull, ends.append)
+    shard.receive(Message("failed", 2, "t", body={"why": "it does not fit"}))
+    assert ends == ["first"]
+    shard.receive(Message("pushed", 3, "t", 1))
+    values = Message("values", 4, "t", 1)
+    shard.receive(values)
+    assert ends == ["first", "second", values]
 
 
 @pytest.mark.parametrize("told", [1, 0])

@@ -139,6 +139,7 @@ class Shard:
     def drop_pulls(self, error: Exception) -> None:
         """Fail the pulls of which nobody needs the values, before those that push behind them."""
         self.operations.drop_pulls(error)
+        self._forget_ids("pull")
         self._end("pull", error)
 
     def come_again(self) -> None:
@@ -250,8 +251,10 @@ class Shard:
                 self._say_start()
         elif message.kind == "failed":
             error = HorovodInternalError(self._words(message))
-            self._end(kind, error)
-            if kind == "push":  # A pull behind it waits at the server until this push has come.
+            behind = self._pull
+            self._end(kind, error)  # What waits for its turn may begin in this.
+            # A pull behind a push waits at the server until this has come.
+            if kind == "push" and self._pull is behind:
                 self._end("pull", error)
         else:
             self._reached = max(self._reached, message.clock)
@@ -261,8 +264,9 @@ class Shard:
                 self.pulled, self.version = message.payloads, message.clock
                 self.load = message.body.get("load", 0)
                 if self._push is not None and self._push.message.clock < self.clock:
-                    self._end("push", message)
-                    self._push = None
+                    push, self._push = self._push, None  # Another one may begin in this.
+                    done, push.done = push.done, _nothing
+                    done(message)
             self._end(kind, message)
 
     def _receive_start(self, message: Message) -> None:
@@ -398,7 +402,7 @@ class Shard:
 
     def _displace(self, word: str) -> None:
         """Fail a request whose place another one takes: answers to it are dropped from now on."""
-        self._ids = {number: other for number, other in self._ids.items() if other != word}
+        self._forget_ids(word)
         request = self._push if word == "push" else self._pull
         if request is None or request.done is _nothing:
             return
@@ -407,6 +411,10 @@ class Shard:
             "this one was answered: let one thread at a time use an optimizer"
         )
         self._end(word, HorovodInternalError(why, job_goes_on=True))
+
+    def _forget_ids(self, word: str) -> None:
+        """Take note of no answer to what is under way of a kind."""
+        self._ids = {number: other for number, other in self._ids.items() if other != word}
 
     def _fail_all(self, error: Exception) -> None:
         self._on_replaced = None
