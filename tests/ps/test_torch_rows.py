@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.tables.row_store import RowsSpec, RowStore, first_rows
 from hvdlite.torch import ps
+from hvdlite.torch.ps.embedding import ROWS as ATTRIBUTE
+from hvdlite.torch.ps.embedding import PulledRows
 from hvdlite.torch.ps.updater import TorchRows
 from tests.ps.processes import cluster
 from tests.ps.scripts.torch_rows import ROWS, WIDTH, main, train_in_one
@@ -160,6 +165,124 @@ def test_what_cannot_begin_on_servers_is_refused() -> None:
     assert (tuple(embedding.weight.shape), embedding.num_embeddings) == ((0, 64), 2**40)
     with pytest.raises(ValueError, match=r"make ps\.DistributedOptimizer"):
         model(torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_server_without_rows_goes_on_after_a_snapshot(servers: int) -> None:
+    """Few ids are in use, or there are more servers than rows."""
+    new = partial(torch.optim.Adam, lr=0.1)
+    made, again = Servers(servers, new), Servers(servers, new)
+    for updater, after in zip(made.updaters, again.updaters, strict=True):
+        updater.step([np.zeros(0, np.int64), np.zeros((0, 3), np.float32)], [])
+        after.begin([array.copy() for array in updater.values()])
+        after.load({key: array.copy() for key, array in updater.state().items()})
+    for step in range(3):
+        made.step(step)
+        again.step(step)
+    assert again.rows().tobytes() == made.rows().tobytes()
+
+
+class Kept:
+    """A table of rows in this process, in place of one on servers."""
+
+    def __init__(self, values: Array) -> None:
+        self._values = values
+
+    def pull(self, ids: Array) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: self._values[ids])
+
+
+def served(embedding: nn.Embedding) -> tuple[nn.Embedding, PulledRows]:
+    """The embedding with rows that are pulled, which have the values of its weight."""
+    values = embedding.weight.detach().numpy().copy()
+    ps.set_param_ps(embedding, init_in_server=True)
+    rows: PulledRows = getattr(embedding.weight, ATTRIBUTE)
+    rows.table = cast("Any", Kept(values))
+    return embedding, rows
+
+
+BATCHES = torch.tensor([[3, 1, 1, 7], [7, 0, 3, 3]])
+
+
+def backward(embedding: nn.Embedding, times: float = 1.0) -> None:
+    for batch in BATCHES:
+        found = embedding(batch)
+        (times * (found * torch.arange(found.numel()).view(found.shape)).sum()).backward()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_of_rows_are_unscaled_and_clipped(clips: bool) -> None:
+    plain = nn.Embedding(8, 3)
+    own, rows = served(copy.deepcopy(plain))
+    for embedding in (plain, own):
+        optimizer = torch.optim.SGD(embedding.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        backward(embedding, 1024.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        if clips:
+            nn.utils.clip_grad_norm_(embedding.parameters(), 0.5)
+    ids, gradients = rows.take(None)
+    assert plain.weight.grad is not None and ids.tolist() == [0, 1, 3, 7]
+    np.testing.assert_allclose(gradients, plain.weight.grad[ids].numpy(), rtol=1e-6)
+    assert tuple(own.weight.shape) == (0, 3) and own.weight.grad is None
+    assert rows.take(None)[1].shape == (0, 3)
+
+
+def test_an_overflow_of_rows_alone_is_found() -> None:
+    embedding, _ = served(nn.Embedding(8, 3))
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    backward(embedding, math.inf)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_rows_are_forgotten_with_those_of_the_model(set_to_none: bool) -> None:
+    embedding, rows = served(nn.Embedding(8, 3))
+    backward(embedding)
+    embedding.zero_grad(set_to_none)
+    embedding(torch.tensor([5])).sum().backward()
+    ids, gradients = rows.take(torch.tensor(2.0))
+    known = {int(each): row.tolist() for each, row in zip(ids, gradients, strict=True)}
+    assert known.pop(5) == [0.5] * 3
+    assert set_to_none is not bool(known) and not np.any([*known.values()])
+
+
+def test_a_frozen_embedding_keeps_no_gradients() -> None:
+    embedding, rows = served(nn.Embedding(8, 3))
+    embedding.weight.requires_grad_(False)
+    assert not embedding(BATCHES).requires_grad
+    assert len(rows.take(None)[0]) == 0
+
+
+def test_an_embedding_with_a_forward_of_its_own_keeps_it() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return 10 * super().forward(input)
+
+    plain = Scaled(8, 3)
+    own, _ = served(copy.deepcopy(plain))
+    assert isinstance(own, Scaled) and type(own).__name__ == "Scaled"
+    assert torch.equal(own(BATCHES), plain(BATCHES))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_embeddings_that_share_a_weight_share_their_rows(device: str) -> None:
+    one, other = nn.Embedding(8, 3, device=device), nn.Embedding(8, 3, device=device)
+    other.weight = one.weight
+    model = nn.ModuleList([one, other])
+    ps.set_param_ps(model, init_in_server=True)
+    assert one.weight is other.weight and len([*model.parameters()]) == 1
+    padded = nn.Embedding(8, 3, padding_idx=2, device=device)
+    whole = nn.Embedding(8, 3, device=device)
+    padded.weight = whole.weight
+    with pytest.raises(ValueError, match="padding_idx is 2 in one and None in the other"):
+        ps.set_param_ps(nn.ModuleList([padded, whole]), init_in_server=True)
 
 
 @pytest.mark.parametrize(("name", "servers"), [("sgd", 2), ("sparse_adam", 1)])

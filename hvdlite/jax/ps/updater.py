@@ -205,7 +205,7 @@ class OptaxRows(AddedRows):
         """See `Updater`."""
         for path, array in state.items():
             if path in self._first:
-                self.store.slots[path][:] = array.reshape(len(self.store), -1)
+                self.store.slots[path][:] = array.reshape(len(self.store), self.store.spec.length)
             elif path in self._common:
                 self._common[path] = array.astype(self._common[path].dtype)
 

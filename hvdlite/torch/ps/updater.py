@@ -247,7 +247,7 @@ class TorchRows(AddedRows):
             if name.startswith(_SLOT):
                 key = name.removeprefix(_SLOT)
                 self.store.add_slot(key, first[key], array.dtype)
-                self.store.slots[key][:] = array.reshape(len(self.store), -1)
+                self.store.slots[key][:] = array.reshape(len(self.store), self.store.spec.length)
             elif name.endswith(".number"):
                 value = array.item()
                 key = name.removeprefix(_COMMON).removesuffix(".number")
