@@ -270,3 +270,12 @@ def test_the_scheduler_places_no_rows() -> None:
         0, "t", [TensorSpec("t", "float32", (4,))], TableOptions("sync")
     )
     assert (first_key, len(parts)) == (0, 1)
+
+
+@pytest.mark.parametrize("words", [{"seed": 2**63}, {"scale": -1.0}, {"scale": float("nan")}])
+def test_rows_that_cannot_be_are_refused(words: dict[str, Any]) -> None:
+    """Their words go in messages, which have no room for larger numbers."""
+    (word,) = words
+    with pytest.raises(ValueError, match=f"the {word} of rows is"):
+        RowsSpec(5, 2, **words)
+    assert RowsSpec(5, 2, seed=-(2**63), scale=0.0).fields

@@ -49,6 +49,10 @@ class RowsSpec:
             )
         if type(self.seed) is not int:
             raise ValueError(f"the seed of rows is {self.seed!r}: give an integer")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"the seed of rows is {self.seed}: give one of at most 63 bits")
+        if not 0 <= self.scale < float("inf"):
+            raise ValueError(f"the scale of rows is {self.scale!r}: give a number, 0 or more")
 
     @property
     def fields(self) -> list[Any]:
