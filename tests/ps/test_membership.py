@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from hvdlite.ps.cluster.membership import ClusterPlan, Hello, Membership
+from hvdlite.ps.cluster.membership import RETURN_SECONDS, ClusterPlan, Hello, Membership
 from hvdlite.ps.connections.messages import SERVER, WORKER, Answer
 
 
@@ -130,6 +131,22 @@ def test_more_independent_workers_come_and_leave() -> None:
     assert cluster.workers() == [1, 2]
     (answer,) = come(cluster, WORKER, "d", now=2.0)
     assert answer.message.body["number"] == 0
+
+
+def test_who_joins_takes_no_place_of_those_who_may_come_back() -> None:
+    """A scheduler that has come again without its file knows none of its members."""
+    joins = replace(hello(SERVER, "j"), joins=True)
+    cluster = Membership(ClusterPlan(1, 2), 100.0)
+    assert cluster.hello(b"j", 1, joins, 101.0) == []
+    come(cluster, SERVER, "s", now=102.0)
+    come(cluster, WORKER, "a", now=102.0)
+    come(cluster, WORKER, "b", now=102.0)
+    (answer,) = cluster.hello(b"j", 1, joins, 103.0)
+    assert answer.message.body["number"] == 1
+    assert [number for number, *_ in answer.message.body["servers"]] == [0, 1]
+    alone = Membership(ClusterPlan(1, 2), 100.0)
+    alone.hello(b"j", 1, joins, 100.0 + RETURN_SECONDS)
+    assert alone.describe()["servers"] == [[0, "tcp://j", 1]]
 
 
 def test_a_lost_server_is_the_end_and_is_named() -> None:

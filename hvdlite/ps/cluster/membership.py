@@ -18,6 +18,9 @@ from typing import Any
 from hvdlite.ps.connections.messages import SERVER, WORKER, Answer, Message, two_processes
 
 ROLES = (SERVER, WORKER)
+# The members of a scheduler that has come again, and knows none of them, say hello within this
+# time: until then, nobody who joins takes a place that may be theirs.
+RETURN_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,9 @@ class Membership:
 
     def hello(self, peer: bytes, request: int, hello: Hello, now: float) -> list[Answer]:
         """Take a process in, or refuse it; all are welcome when the last one has come."""
-        if peer in self._gone:
-            return []
+        is_early = hello.joins and not self.formed and now - self.begin < RETURN_SECONDS
+        if is_early or peer in self._gone:
+            return []  # Who is early says hello again.
         if why := self._objection(hello):
             return [_refuse(peer, request, why)]
         if self.failure:
