@@ -86,7 +86,10 @@ def worker() -> Worker:
     """Return the worker that this process is. Raises ValueError in a server, and before `init`."""
     found = current().worker
     if found is None:
-        raise ValueError("this process is a server, which has nothing to push or pull")
+        raise ValueError(
+            "this process is a server, which is no worker: here it serves from the first call that "
+            "begins a tensor or makes an optimizer, so let only workers come before it (ps.role())"
+        )
     return found
 
 

@@ -6,15 +6,17 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 
-from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Challenge
 from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER, Message
+from hvdlite.ps.worker import worker
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers
@@ -67,6 +69,20 @@ def rogue() -> Iterator[Rogue]:
     made = Rogue()
     yield made
     made.close()
+
+
+def test_who_finds_another_program_at_the_port_of_the_scheduler_is_told() -> None:
+    """It takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        strayed = ClusterSettings(
+            WORKER, where, 1, 1, token=TOKEN, independent=True, start_seconds=0.1
+        )
+        with (
+            patch.object(worker, "ANSWER_SECONDS", 0.1),
+            pytest.raises(HorovodInternalError, match=r"nobody there has proved.*have its port"),
+        ):
+            Worker(strayed)
 
 
 def test_nothing_goes_to_a_scheduler_that_proves_nothing(rogue: Rogue) -> None:

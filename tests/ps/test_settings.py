@@ -42,6 +42,7 @@ def test_a_process_without_a_role_is_in_no_cluster() -> None:
         ({"HVDLITE_NUM_WORKERS": "two"}, "HVDLITE_NUM_WORKERS=two"),
         ({"HVDLITE_NUM_WORKERS": ""}, "HVDLITE_NUM_WORKERS=: give how many"),
         ({"HVDLITE_SCHEDULER": "node1:70000"}, "HVDLITE_SCHEDULER=node1:70000: .* 1 to 65535"),
+        ({"HVDLITE_SCHEDULER": ""}, "HVDLITE_SCHEDULER=: give the scheduler's host"),
         ({"HVDLITE_SCHEDULER": "node1"}, "HVDLITE_SCHEDULER=node1: give the scheduler's host"),
         ({"HVDLITE_SCHEDULER": "", "MS_SCHED_HOST": "n", "MS_SCHED_PORT": "0"}, "MS_SCHED_PORT=0"),
     ],

@@ -63,7 +63,9 @@ class Enrolment:
         self._client.call(self._say_hello)
         if not self._welcome.ended_within(seconds):
             hint = "are all servers and workers started?"
-            if trouble := self.connection.caller.trouble:
+            caller = self.connection.caller
+            if not caller.is_connected:
+                trouble = caller.trouble or "nobody there has proved to be one"
                 hint = (
                     f"nothing was said to it, since it is not reached ({trouble}). Is it running, "
                     "is HVDLITE_SCHEDULER right, does another program have its port, and do all "

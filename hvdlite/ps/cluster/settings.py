@@ -161,10 +161,10 @@ def _flag(environ: Mapping[str, str], name: str, what: str) -> bool:
 def _scheduler(environ: Mapping[str, str]) -> str:
     name = "HVDLITE_SCHEDULER"
     address = environ.get(name, "")
-    if not address:
-        name, port = _find(environ, "port")
-        host = _find(environ, "host")[1]
-        address = f"{host}:{port}" if host or port else ""
+    given, port = _find(environ, "port")
+    host = _find(environ, "host")[1]
+    if not address and (host or port):
+        name, address = given, f"{host}:{port}"
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ConfigError(

@@ -426,6 +426,11 @@ class Caller:
                 return
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the other end is there, and has proved itself."""
+        return self._outbox is not None
+
+    @property
     def takes(self) -> bool:
         """Whether the other end is there, and has taken all that was sent so far."""
         return self._outbox is not None and self._outbox.link.says and self._outbox.is_empty
