@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ class PulledRows:
     them, clipping counts them, and whoever forgets gradients forgets these.
     """
 
-    def __init__(self, spec: RowsSpec, weight: nn.Parameter) -> None:
+    def __init__(self, spec: RowsSpec, weight: Tensor) -> None:
         self.spec, self._weight = spec, weight
         self.table: RemoteRows | None = None
         self._ids: NDArray[np.int64] = np.zeros(0, np.int64)  # Of the gradient's rows, sorted.
@@ -109,7 +107,6 @@ class ServedEmbedding(nn.Embedding):
         return rows.look_up(input, self.padding_idx)
 
 
-@cache
 def _served(kind: type[nn.Embedding]) -> type[nn.Embedding]:
     """Return a class that pulls rows where the forward of `kind` has nn.Embedding look them up."""
     if kind is nn.Embedding or issubclass(kind, ServedEmbedding):
@@ -132,7 +129,7 @@ def serve_rows(
             f"init_in_server=True: there is no nn.Embedding in {type(module).__name__}, and "
             "servers begin rows of embeddings alone"
         )
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, Tensor] = {}
     for embedding in found:
         for word in ("max_norm", "scale_grad_by_freq"):
             if getattr(embedding, word):
@@ -144,7 +141,7 @@ def serve_rows(
 
 
 def _empty(
-    embedding: nn.Embedding, made: MutableMapping[int, nn.Parameter], seed: int, initializer: str,
+    embedding: nn.Embedding, made: dict[int, Tensor], seed: int, initializer: str,
     scale: float,
 ) -> None:  # fmt: skip
     """Leave an embedding without rows. `made` has what became of weights, by their identities."""
