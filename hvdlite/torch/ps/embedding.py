@@ -129,7 +129,7 @@ def serve_rows(
             f"init_in_server=True: there is no nn.Embedding in {type(module).__name__}, and "
             "servers begin rows of embeddings alone"
         )
-    made: dict[int, Tensor] = {}
+    made: dict[Tensor, Tensor] = {}
     for embedding in found:
         for word in ("max_norm", "scale_grad_by_freq"):
             if getattr(embedding, word):
@@ -141,10 +141,10 @@ def serve_rows(
 
 
 def _empty(
-    embedding: nn.Embedding, made: dict[int, Tensor], seed: int, initializer: str,
+    embedding: nn.Embedding, made: dict[Tensor, Tensor], seed: int, initializer: str,
     scale: float,
 ) -> None:  # fmt: skip
-    """Leave an embedding without rows. `made` has what became of weights, by their identities."""
+    """Leave an embedding without rows. `made` has what became of weights."""
     weight = embedding.weight
     dtype = str(weight.dtype).removeprefix("torch.")
     spec = RowsSpec(
@@ -152,7 +152,7 @@ def _empty(
         embedding.padding_idx,
     )  # fmt: skip
     embedding.__class__ = _served(type(embedding))
-    if (tied := made.get(id(weight))) is not None:
+    if (tied := made.get(weight)) is not None:
         if (first := getattr(tied, ROWS).spec) != spec:
             raise ValueError(
                 "init_in_server=True: two embeddings share a weight, whose padding_idx is "
@@ -165,5 +165,5 @@ def _empty(
         embedding.weight = nn.Parameter(nothing, requires_grad=weight.requires_grad)
     else:
         weight.data = nothing.to(weight.device)
-    made[id(weight)] = embedding.weight
+    made[weight] = embedding.weight
     setattr(embedding.weight, ROWS, PulledRows(spec, embedding.weight))
