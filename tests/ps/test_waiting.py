@@ -15,7 +15,7 @@ from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC
 from hvdlite.ps.tables.updater import Added
 from hvdlite.ps.worker.remote_table import RemoteTable
-from hvdlite.ps.worker.shard import Shard
+from hvdlite.ps.worker.shard import PsRolledBack, Shard
 from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import SIZES, SPECS, Cluster, in_threads, trainers, wait_until
 
@@ -116,6 +116,27 @@ def test_a_push_that_is_refused_ends_none_behind_it() -> None:
     values = Message("values", 4, "t", 1)
     shard.receive(values)
     assert ends == ["first", "second", values]
+
+
+def test_the_answer_to_a_pull_that_a_rollback_has_failed_ends_no_push() -> None:
+    """The pull begins as the push before it fails, and fails in the same moment."""
+    sent: list[Message] = []
+    shard, ends = started_shard(sent), []
+    shard.push({}, [], lambda _answer: None)
+    shard.receive(Message("pushed", 2, "t", 1))
+    begin_push(shard, ends, "lost")
+    error = PsRolledBack("a server has lost steps", 0)
+    shard.operations.push(lambda done: done(error), lambda _error: ends.append("lost, too"))
+    shard.operations.pull(shard.pull, lambda _error: ends.append("pull"))
+    shard.come_again()
+    shard.receive(Message("rolled_back", 4, "t", 0, body={"clock": 0}))
+    begin_push(shard, ends, "again")
+    assert ends == ["lost", "lost, too", "pull"]
+    assert [each.kind for each in sent[4:]] == ["pull", "push"]
+    shard.receive(Message("values", 5, "t", 0))
+    assert "again" not in ends
+    shard.receive(Message("pushed", 6, "t", 1))
+    assert ends[-1] == "again"
 
 
 @pytest.mark.parametrize("told", [1, 0])

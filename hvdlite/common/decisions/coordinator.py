@@ -149,7 +149,7 @@ class Coordinator:
         self._answered: list[Segment] = []  # Those with results.
         self._evictions: list[Eviction] = []
         self._departures: list[Departed] = []
-        self._retunes: list[Retune | Figures | DeviceRuns] = []
+        self._new_settings: list[Retune | Figures | DeviceRuns] = []
         # The (process set id, bit) that members know: later segments name only the bit.
         self._announced: set[tuple[int, int]] = set()
         # The segments of answers that were cut before, by the ids of these, which are kept. Only
@@ -214,15 +214,15 @@ class Coordinator:
             state.cache.capacity = retune.cache_capacity
             for bit in state.cache.overflow():
                 self._evict(state, bit)
-        self._retunes.append(retune)
+        self._new_settings.append(retune)
 
     def announce(self, order: Figures | DeviceRuns) -> None:
         """Order all ranks to choose algorithms, or devices, by what rank 0 knows."""
-        self._retunes.append(order)
+        self._new_settings.append(order)
 
     def pop_orders(self) -> tuple[Order, ...]:
         """Return what all ranks execute next, in this sequence; each order is returned once."""
-        pending = self._ready, self._answered, self._evictions, self._departures, self._retunes
+        pending = self._ready, self._answered, self._evictions, self._departures, self._new_settings
         if not any(pending):
             return ()
         # Nobody has joined, nor left the set, before a tensor for which all members had data.
@@ -231,8 +231,8 @@ class Coordinator:
         # both, since the rank executes all orders before its own departure.
         orders += self._evictions
         orders += self._departures
-        orders += self._retunes
-        self._ready, self._evictions, self._departures, self._retunes = [], [], [], []
+        orders += self._new_settings
+        self._ready, self._evictions, self._departures, self._new_settings = [], [], [], []
         self._of_removed = []
         self._answered = []
         return tuple(orders)

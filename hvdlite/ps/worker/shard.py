@@ -422,6 +422,7 @@ class Shard:
         if first is not None:
             first(error)
         for word in ("push", "pull"):
+            self._forget_ids(word)
             self._end(word, error)
         self._end_unconfirmed(error)
         self._push = None
