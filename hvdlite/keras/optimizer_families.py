@@ -130,10 +130,12 @@ def _stateless_apply(
     known = [*zip(variables, given, strict=True), *zip(state, optimizer_variables, strict=True)]
 
     def step(reduced: list[Any]) -> None:
-        changing = [*exchange.targets(built), *state]
-        before = [_values(exchange.targets(built)), _values(state)]
-        after = method(optimizer, before[1], reduced, before[0])
-        for variable, value in zip(changing, [*after[0], *after[1]], strict=True):
+        # A loss scaler returns its own variables and the inner ones: it knows no sums of passes.
+        with exchange.lasting_only():
+            lasting = [exchange.targets(built), list(optimizer.variables)]
+            before = [_values(variables) for variables in lasting]
+            after = method(optimizer, before[1], reduced, before[0])
+        for variable, value in zip([*lasting[0], *lasting[1]], [*after[0], *after[1]], strict=True):
             variable.assign(value)
 
     with keras.StatelessScope(known):

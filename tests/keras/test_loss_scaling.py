@@ -11,6 +11,7 @@ import pytest
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
+    BATCH,
     INPUTS,
     TARGETS,
     apply_gradients,
@@ -21,6 +22,7 @@ from tests.keras.training import (
     make_model,
     numpy_of,
     sgd,
+    share,
     tensor,
     variable,
     wrapped,
@@ -115,13 +117,23 @@ def test_compile_puts_a_scaler_around_the_optimizer() -> None:
     assert_same(run_ranks(2, train))
 
 
+PASSES = [
+    pytest.param(
+        lambda inner: Scaler(hvd.DistributedOptimizer(inner, backward_passes_per_step=2), **STEPS),
+        id="inside",
+    ),
+    pytest.param(
+        lambda inner: hvd.DistributedOptimizer(Scaler(inner, **STEPS), backward_passes_per_step=2),
+        id="wrapped",
+    ),
+]
+
+
 @keras3_only
-def test_passes_add_up_within_a_scaler() -> None:
+@pytest.mark.parametrize("make", PASSES)
+def test_passes_add_up_with_a_scaler(make: Callable[[Any], Any]) -> None:
     def train(rank: int) -> list[tuple[float, float]]:
-        weights = variable([0])
-        optimizer = Scaler(
-            hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2), **STEPS
-        )
+        weights, optimizer = variable([0]), make(keras.optimizers.SGD(1.0))
         course = []
         for gradient in (1.0, 2.0, np.inf if rank == 0 else 1.0, 1.0, 3.0, 3.0):
             apply_gradients(optimizer, [(scaled(optimizer, gradient + rank), weights)])
@@ -131,6 +143,37 @@ def test_passes_add_up_within_a_scaler() -> None:
 
     for course in run_ranks(2, train):
         assert course == [(0, 4), (-4, 4), (-4, 4), (-4, 2), (-4, 2), (-11, 2)]
+
+
+@keras3_only
+@pytest.mark.parametrize("make", PASSES)
+def test_a_model_trains_with_passes_and_a_scaler(make: Callable[[Any], Any]) -> None:
+    """The oracle is Keras' own accumulation in one process, which does not see the overflow."""
+    count = 6  # batches: the second step overflows, in its first pass, on one rank
+
+    def run(model: Any, optimizer: Any, rank: int, size: int) -> list[np.ndarray]:
+        model.compile(optimizer=optimizer, loss="mse")
+        inputs, targets = share(INPUTS, rank, size), share(TARGETS, rank, size)
+        rows = BATCH // size
+        for batch in range(count):
+            if size == 1 and batch in (2, 3):
+                continue
+            place = slice(rows * (batch % 3), rows * (batch % 3 + 1))
+            factor = np.float32(np.inf if batch == 2 and rank == 1 else 1)
+            model.train_on_batch(inputs[place], targets[place] * factor)
+        if size > 1:
+            assert scale_of(optimizer) == STEPS["initial_scale"] / 2
+        model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+        return numpy_of(model.get_weights())
+
+    def together(rank: int) -> list[np.ndarray]:
+        # The sums of passes are divided by nothing, unlike those of Keras.
+        return run(make_model(), make(keras.optimizers.SGD(0.05, momentum=0.9)), rank, 2)
+
+    found = run_ranks(2, together)
+    assert_same(found)
+    alone = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    assert_close(found[0], run(make_model(), alone, 0, 1))
 
 
 def test_a_scaler_around_what_has_a_distributed_one_inside_is_refused() -> None:
