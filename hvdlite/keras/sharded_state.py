@@ -78,7 +78,12 @@ def _consolidate(_: Any, exchange: ShardedExchange, optimizer: Any) -> Any:
 
 
 def _adopt(_: Any, exchange: ShardedExchange, optimizer: Any, plain: Any) -> None:
-    """Take over this rank's part of the state of a plain optimizer, built for all variables."""
+    """Take over this rank's part of the state of a plain optimizer, built for all variables.
+
+    They may be of another model, such as one that was loaded, of the same shapes and dtypes in the
+    same order. Raises `ValueError` where they differ from those of this optimizer; if it is not
+    built, its first step or `build` does.
+    """
     exchange.adopt(optimizer, plain)
 
 
@@ -98,6 +103,9 @@ class ShardedExchange(Exchange):
         self._shards: list[_Shard] = []
         self._variables: list[Any] = []  # Those of all shards, in the order of the model.
         self._place = (0, 1)
+        # Whether it was built for the variables of an optimizer that it has adopted. Those of its
+        # own model, which nobody knows by then, take their places when they come.
+        self._awaits_own = False
 
     def own_state(self, optimizer: Any) -> list[Any]:
         """See `Exchange`."""
@@ -114,7 +122,12 @@ class ShardedExchange(Exchange):
     def arrange(self, variables: list[Any]) -> list[Any]:
         """Return the shards of these variables, made at the first call. Raises `ValueError`."""
         process_set = self.settings.reduction.process_set
-        if not self.settings.reduction.active or self._is_shards(variables):
+        if self._is_shards(variables):
+            return variables
+        if self._awaits_own:
+            self._replace(variables)
+            self._awaits_own = False
+        if not self.settings.reduction.active:
             return variables
         if not self._shards:
             for variable in variables:
@@ -125,11 +138,7 @@ class ShardedExchange(Exchange):
                 by_dtype.setdefault(str(variable.dtype), []).append(variable)
             self._shards = [_Shard(each, *self._place) for each in by_dtype.values()]
             self._variables = variables
-        if {*map(id, variables)} != {*map(id, self.sources([]))}:
-            raise ValueError(
-                f"shard_state=True: gradients of {len(variables)} variables for an optimizer that "
-                f"was built for {len(self.sources([]))}: give those of all variables in each step"
-            )
+        self._check_own(variables)
         _, size = self._place
         if size != process_set.size():
             raise RuntimeError(
@@ -137,6 +146,41 @@ class ShardedExchange(Exchange):
                 f"{process_set.size()} now: consolidate() before, and adopt() in a new optimizer"
             )
         return [shard.variable for shard in self._shards]
+
+    def _check_own(self, variables: Sequence[Any]) -> None:
+        """Raise `ValueError` for other variables than those that the optimizer was built for."""
+        own = {*map(id, self._variables)}
+        if {*map(id, variables)} == own:
+            return
+        if len(variables) != len(own):
+            raise ValueError(
+                f"shard_state=True: gradients of {len(variables)} variables for an optimizer that "
+                f"was built for {len(own)}: give those of all variables in each step"
+            )
+        other = next(each for each in variables if id(each) not in own)
+        raise ValueError(
+            "shard_state=True: the optimizer was built for other variables, of another model "
+            f"object: the first that it does not know is {other.path}. Each model needs an "
+            "optimizer of its own, which may adopt() the state of another one"
+        )
+
+    def _replace(self, variables: list[Any]) -> None:
+        """Put the variables of the model in the places of those that it was built for."""
+        optimizer = self._wrapped()
+        before = self.sources(optimizer._trainable_variables)
+        if {*map(id, variables)} == {*map(id, before)}:
+            return
+        _check_alike(variables, before)
+        if not self._shards:  # This rank is alone: Keras knows the variables.
+            # Keras would track plain attributes.
+            vars(optimizer)["_trainable_variables"] = list(variables)
+            keys = map(optimizer._var_key, variables)
+            vars(optimizer)["_trainable_variables_indices"] = {key: i for i, key in enumerate(keys)}
+            return
+        new_of = dict(zip(map(id, before), variables, strict=True))
+        for shard in self._shards:
+            shard.variables = [new_of[id(variable)] for variable in shard.variables]
+        self._variables = variables
 
     def _is_shards(self, variables: Sequence[Any]) -> bool:
         own = {id(shard.variable) for shard in self._shards}
@@ -226,21 +270,41 @@ class ShardedExchange(Exchange):
         return plain
 
     def adopt(self, optimizer: Any, plain: Any) -> None:
-        """Take over this rank's part of the state of a plain optimizer, built for all variables."""
+        """Take over this rank's part of the state of a plain optimizer; see `_adopt`."""
         built = list(plain._trainable_variables)
-        optimizer.build(built)
+        if optimizer.built:
+            _check_alike(self.sources(optimizer._trainable_variables), built)
+        else:
+            optimizer.build(built)
+            self._awaits_own = True
         if not self._shards:
             with self.lasting_only():
                 _copy_variables(optimizer, plain)
             return
         slots_by_name = _slots(optimizer, [shard.variable for shard in self._shards])
         _copy_common(optimizer, plain)
-        place = {id(variable): index for index, variable in enumerate(built)}
+        place = {id(variable): index for index, variable in enumerate(self._variables)}
         for name, slots in slots_by_name:
             whole = getattr(plain, name)
             for shard, slot in zip(self._shards, slots, strict=True):
                 values = [whole[place[id(variable)]].value for variable in shard.variables]
                 slot.assign(shard.own_values(values))
+
+
+def _check_alike(own: Sequence[Any], adopted: Sequence[Any]) -> None:
+    """Raise `ValueError` unless state of the adopted variables fits to those of the optimizer."""
+    if len(own) != len(adopted):
+        raise ValueError(
+            "shard_state=True: the optimizer that was given to adopt() has state of "
+            f"{len(adopted)} variables, and the model has {len(own)}: give one of the same model"
+        )
+    for ours, theirs in zip(own, adopted, strict=True):
+        if (tuple(ours.shape), ours.dtype) != (tuple(theirs.shape), theirs.dtype):
+            raise ValueError(
+                "shard_state=True: the optimizer that was given to adopt() has state of "
+                f"{theirs.path}, {theirs.dtype}{tuple(theirs.shape)}, in the place of {ours.path}, "
+                f"{ours.dtype}{tuple(ours.shape)}: give one of the same model"
+            )
 
 
 def _copy_variables(to: Any, source: Any) -> None:

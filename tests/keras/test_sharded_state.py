@@ -10,7 +10,16 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import LEGACY, keras
-from tests.keras.training import adam, assert_same, fit, make_model, numpy_of, sgd, train
+from tests.keras.training import (
+    adam,
+    assert_close,
+    assert_same,
+    fit,
+    make_model,
+    numpy_of,
+    sgd,
+    train,
+)
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(LEGACY, reason="shards are for Keras 3")
@@ -163,6 +172,67 @@ def test_state_that_is_no_slot_is_consolidated_and_adopted() -> None:
         return train(model, again, rank, 2)
 
     assert_same([*run_ranks(2, whole), *run_ranks(2, main)])
+
+
+@pytest.mark.parametrize(
+    ("run", "built", "size"),
+    [
+        (fit, "before", 2),
+        (train, "after", 2),
+        (fit, "by the first step", 2),
+        (fit, "after", 1),
+        (train, "by the first step", 1),
+    ],
+)
+def test_the_optimizer_of_a_model_that_was_loaded_is_adopted(
+    tmp_path: Path, run: Any, built: str, size: int
+) -> None:
+    """The oracle is the process that has saved the model, and trains on."""
+    saved = make_model()
+    fit(saved, adam())
+    saved.save(tmp_path / "saved.keras")
+    expected = run(saved, saved.optimizer)
+
+    def main(rank: int) -> Any:
+        loaded = keras.models.load_model(tmp_path / "saved.keras")
+        weights = numpy_of(loaded.get_weights())
+        model, optimizer = make_model(), sharded(adam)
+        model.set_weights(weights)
+        if built == "before":
+            optimizer.build(model.trainable_variables)
+        optimizer.adopt(loaded.optimizer)
+        if built == "after":
+            optimizer.build(model.trainable_variables)
+        found = run(model, optimizer, rank, size)
+        assert_same([weights, numpy_of(loaded.get_weights())])  # which is not trained
+        return found
+
+    everywhere = run_ranks(size, main)
+    assert_same(everywhere)
+    assert_close(everywhere[0], expected)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    def of(units: int) -> Any:
+        layers = [keras.layers.Dense(3, name="same"), keras.layers.Dense(units, name="last")]
+        return keras.Sequential([keras.Input((2,)), *layers])
+
+    def main(rank: int) -> None:
+        model, optimizer = of(4), sharded(adam)
+        plain = adam()
+        plain.build(of(5).trainable_variables)
+        words = r"state of \S*last/kernel, float32\(3, 5\), in .* \S*last/kernel, float32\(3, 4\)"
+        optimizer.build(model.trainable_variables)
+        with pytest.raises(ValueError, match=words):
+            optimizer.adopt(plain)
+        later = sharded(adam)
+        later.adopt(plain)
+        with pytest.raises(ValueError, match=words):
+            later.build(model.trainable_variables)
+        with pytest.raises(ValueError, match=r"does not know is \S*same/kernel"):
+            optimizer.build(of(4).trainable_variables)
+
+    run_ranks(2, main)
 
 
 def test_state_of_another_form_is_refused_where_it_would_be_lost() -> None:
