@@ -215,6 +215,105 @@ def test_it_is_done_once() -> None:
     assert run_ranks(2, main) == [[0, 0], [1, 1]]
 
 
+class Interrupt(keras.callbacks.Callback):  # type: ignore[misc]
+    """Ends a `fit` on all ranks, after a batch of this epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch: int | None = epoch
+        self.now = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.now = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.now == self.epoch:
+            self.epoch = None
+            raise InterruptedError
+
+
+def falling(epoch: int, rate: float) -> float:
+    return 0.02 / (1 + epoch)
+
+
+def trained_with_backups(
+    folder: Path, rank: int, used: list[Any], model: Any, begins: list[int]
+) -> Any:
+    """`fit` for four epochs with a backup on the root alone, which is rank 1."""
+    note = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: begins.append(epoch))
+    backup = [keras.callbacks.BackupAndRestore(folder)] if rank == 1 else []
+    rates = keras.callbacks.LearningRateScheduler(falling)
+    model.fit(
+        INPUTS[rank : rank + 1], TARGETS[rank : rank + 1], epochs=4, verbose=0,
+        callbacks=[*backup, *used, rates, note],
+    )  # fmt: skip
+    return model.get_weights()[0]
+
+
+@pytest.mark.skipif(LEGACY, reason="Keras 2 keeps the epoch of a backup to itself")
+@pytest.mark.parametrize("again", ["another job", "the same callbacks"])
+def test_all_ranks_go_on_from_the_backup_of_the_root(tmp_path: Path, again: str) -> None:
+    """The oracle is one process that nobody has interrupted."""
+
+    def main(rank: int) -> tuple[list[int], Any]:
+        used = [callbacks.BroadcastGlobalVariablesCallback(1), Interrupt(2)]
+        model = line([1, 2 * rank], DistributedOptimizer(sgd()))
+        with pytest.raises(InterruptedError):
+            trained_with_backups(tmp_path, rank, used, model, [])
+        if again == "another job":
+            used = [callbacks.BroadcastGlobalVariablesCallback(1)]
+            model = line([rank, 3], DistributedOptimizer(sgd()))
+        begins: list[int] = []
+        return begins, trained_with_backups(tmp_path, rank, used, model, begins)
+
+    alone = line([1, 2], sgd())
+    rates = keras.callbacks.LearningRateScheduler(falling)
+    fit(alone, rates, batch_size=2, epochs=4)
+    for begins, weights in run_ranks(2, main):
+        assert begins == [2, 3]
+        np.testing.assert_allclose(weights, alone.get_weights()[0], rtol=1e-5)
+
+
+@pytest.mark.skipif(LEGACY, reason="Keras 2 keeps the epoch of a backup to itself")
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (0, "rank 0 begins at epoch 0, rank 1 begins at epoch 0, with a backup"),
+        (2, "rank 0 begins at epoch 0, rank 1 begins at epoch 2, with a backup"),
+        (4, "rank 0 begins at epoch 0, rank 1 has no epoch left, with a backup"),
+    ],
+)
+def test_a_backup_that_is_restored_too_late_is_refused(saved: int, words: str) -> None:
+    class Restore(keras.callbacks.Callback):  # type: ignore[misc]
+        """What `BackupAndRestore` does, without its file."""
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.model._initial_epoch = saved
+
+    def main(rank: int) -> None:
+        model = line([1, 2], DistributedOptimizer(sgd()))
+        late = [Restore()] if rank == 1 else []
+        with pytest.raises(ValueError, match=f"{words}: put BackupAndRestore before"):
+            fit(model, callbacks.BroadcastGlobalVariablesCallback(0), *late, epochs=3)
+
+    run_ranks(2, main)
+
+
+def test_ranks_that_begin_at_different_epochs_are_refused() -> None:
+    def main(rank: int) -> None:
+        own = hvd.add_process_set([0, 1])
+        callback = callbacks.BroadcastGlobalVariablesCallback(0, process_set=own)
+        model = line([1, 2], sgd())
+        fit(model, callback, initial_epoch=1, epochs=2)
+        if rank == 2:
+            fit(model, callback, initial_epoch=0, epochs=2)
+            return
+        with pytest.raises(ValueError, match=r"epoch 1, rank 1 .* epoch 0: .*initial_epoch on all"):
+            fit(model, callback, initial_epoch=1 - rank, epochs=2)
+
+    run_ranks(3, main)
+
+
 @pytest.mark.parametrize("registered", [False, True])
 def test_local_variables_are_left_alone(registered: bool) -> None:
     def main(rank: int) -> list[list[float]]:

@@ -24,6 +24,7 @@ from hvdlite.keras.variables import (
 )
 
 NAME = "BroadcastGlobalVariablesCallback"
+NONE = -1  # in place of an epoch
 
 
 class BroadcastGlobalVariablesCallback(Callback):
@@ -33,10 +34,13 @@ class BroadcastGlobalVariablesCallback(Callback):
     Variables that come into being in the first batch are made equal at its end, and all others
     then once more: on the root only may the state have been loaded from a checkpoint.
 
+    Where a callback before this one has restored a backup on the root, as `BackupAndRestore` of
+    Keras 3 does, all ranks go on at its epoch, with its variables in each such `fit`.
+
     `local_variables` are left alone: variables, whose values each rank keeps for itself.
     `process_set` are the ranks that train the model together; `root_rank` is a global rank, one of
     them. `device` has no effect. Raises `ValueError` for what is no variable. `fit` raises
-    `ValueError` when ranks have different numbers of variables, and
+    `ValueError` when ranks have different numbers of variables, or begin at different epochs, and
     `HorovodInternalError` when they have other shapes or dtypes, or a rank is lost.
     """
 
@@ -51,6 +55,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self.root_rank = root_rank
         self.broadcast_done = False
         self._broadcast_count = 0  # of variables, before the first batch
+        self._epochs_are_due = False  # to be compared, in this `fit`
         self._local_variables: list[Any] = []
         for variable in local_variables or ():
             self.register_local_var(variable)
@@ -66,7 +71,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Make equal what there is, where that is the same on all ranks."""
-        if self.broadcast_done or len(self.ranks()) == 1:
+        self._epochs_are_due = len(self.ranks()) > 1
+        if not self._epochs_are_due:
+            return
+        if self._take_restored_epoch():
+            self.broadcast_done = False  # An earlier `fit` has not given what was restored since.
+            self._broadcast_count = 0
+        if self.broadcast_done:
             return
         build_optimizer(self.model)
         self._warn_of_drift()
@@ -77,6 +88,45 @@ class BroadcastGlobalVariablesCallback(Callback):
         if (counts == len(variables)).all():
             broadcast_values(variables, self.root_rank, NAME, self.process_set)
             self._broadcast_count = len(variables)
+
+    def _take_restored_epoch(self) -> bool:
+        """Go on where the root does; return whether that is at the epoch of a backup."""
+        own = np.array([self._restored_epoch()])
+        (epoch,) = hvd.broadcast(own, self.root_rank, f"{NAME}.epoch", self.process_set)
+        if hasattr(self._trained, "_initial_epoch"):
+            self._trained._initial_epoch = None if epoch == NONE else int(epoch)
+        return bool(epoch != NONE)
+
+    def _restored_epoch(self) -> int:
+        """Return the epoch of a backup, at which `fit` of Keras 3 begins after all callbacks."""
+        epoch = getattr(self._trained, "_initial_epoch", None)
+        return NONE if epoch is None else int(epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compare the first epoch of all ranks."""
+        self._check_epochs(epoch)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Meet the ranks that have begun an epoch, if there was none here."""
+        self._check_epochs(NONE)
+
+    def _check_epochs(self, first: int) -> None:
+        """Raise `ValueError` if ranks begin at different epochs, or some with a backup."""
+        if not self._epochs_are_due:
+            return
+        self._epochs_are_due = False
+        epochs = self._gather([first, self._restored_epoch()])
+        differs = (epochs != epochs[0]).any(axis=1)
+        if not differs.any():
+            return
+        remedy = "before this callback, and give fit() the same initial_epoch on all ranks"
+        if not hasattr(self._trained, "_initial_epoch"):
+            remedy = "of Keras 2 on no rank, and give fit() the same initial_epoch on all ranks"
+        other = int(np.argmax(differs))
+        raise ValueError(
+            f"{NAME}: rank {self.ranks()[0]} {_begins(*epochs[0])}, rank {self.ranks()[other]} "
+            f"{_begins(*epochs[other])}: put BackupAndRestore {remedy}"
+        )
 
     def _warn_of_drift(self) -> None:
         """Say so where `fit` would apply gradients that nobody has reduced."""
@@ -125,3 +175,8 @@ class BroadcastGlobalVariablesCallback(Callback):
     def _gather(self, numbers: list[int]) -> Any:
         """Return the numbers of all ranks, a row for each rank."""
         return hvd.allgather(np.array([numbers]), f"{NAME}.counts", self.process_set)
+
+
+def _begins(first: int, restored: int) -> str:
+    begin = "has no epoch left" if first == NONE else f"begins at epoch {first}"
+    return begin if restored == NONE else f"{begin}, with a backup"
