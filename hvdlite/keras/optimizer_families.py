@@ -271,6 +271,21 @@ def check_shardable(optimizer: Any, settings: Settings) -> None:
         )
 
 
+def check_variable(variable: Any, who: str, remedy: str) -> None:
+    """Raise `ValueError` for a variable whose step is more than that of its elements."""
+    reasons = {
+        "has a constraint, which looks at all of it": (
+            getattr(variable, "constraint", None) is not None
+        ),
+        "is overwritten with its gradient, as in 8-bit training": getattr(
+            variable, "overwrite_with_gradient", False
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{who}: {variable.path} {reason}: {remedy}")
+
+
 def treats_elements_alone(optimizer: Any) -> bool:
     """Return whether a few steps of small variables of its own are the same when they are flat."""
     random = np.random.default_rng(1)

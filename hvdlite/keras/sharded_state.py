@@ -14,7 +14,7 @@ import numpy as np
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.keras.framework import adapter, keras
 from hvdlite.keras.gradient_exchange import Exchange, Settings, Then
-from hvdlite.keras.optimizer_families import parts_of
+from hvdlite.keras.optimizer_families import check_variable, parts_of
 
 Method = Callable[..., Any]
 
@@ -131,7 +131,7 @@ class ShardedExchange(Exchange):
             return variables
         if not self._shards:
             for variable in variables:
-                _check_variable(variable)
+                check_variable(variable, "shard_state=True", "leave shard_state out")
             self._place = process_set.rank() or 0, process_set.size()
             by_dtype: dict[str, list[Any]] = {}
             for variable in variables:
@@ -357,16 +357,3 @@ def _dense(gradient: Any, reduction: Any) -> Any:
     if hasattr(gradient, "to_dense"):
         return gradient.to_dense()
     return keras.ops.convert_to_tensor(gradient)
-
-
-def _check_variable(variable: Any) -> None:
-    if getattr(variable, "constraint", None) is not None:
-        raise ValueError(
-            f"shard_state=True: {variable.path} has a constraint, which looks at all of it: leave "
-            "shard_state out"
-        )
-    if getattr(variable, "overwrite_with_gradient", False):
-        raise ValueError(
-            f"shard_state=True: {variable.path} is overwritten with its gradient, as in 8-bit "
-            "training: leave shard_state out"
-        )

@@ -287,6 +287,15 @@ def test_what_servers_cannot_do_is_refused(optimizer: Any, words: str) -> None:
         ps.DistributedOptimizer(optimizer)
 
 
+def test_variables_with_constraints_are_refused() -> None:
+    """Servers would go on with weights that no constraint has seen."""
+    layer = keras.layers.Dense(3, kernel_constraint="max_norm", name="held")
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile(optimizer=ps.DistributedOptimizer(SGD()), loss="mse")
+    with pytest.raises(ValueError, match="held/kernel has a constraint, which looks at all of it"):
+        model.fit(np.zeros((2, 4)), np.zeros((2, 3)), verbose=0)
+
+
 def test_a_loss_scaler_around_it_is_refused() -> None:
     model = new_model()
     scaler = keras.optimizers.LossScaleOptimizer(ps.DistributedOptimizer(SGD()))

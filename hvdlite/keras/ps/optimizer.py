@@ -12,6 +12,7 @@ from hvdlite.keras.framework import attach_state, backend_of, keras, wait_for_pr
 from hvdlite.keras.keras_patches import ON_SERVERS, patch_keras
 from hvdlite.keras.optimizer_families import (
     KNOWN_TO_LOOK_AT_WHOLE,
+    check_variable,
     kind_of,
     parts_of,
     treats_elements_alone,
@@ -213,7 +214,13 @@ class _Link:
         self._arrays: list[Array] = []
 
     def begin(self, variables: list[Any]) -> None:
-        """Declare the table, and pull its values. Raises ValueError for a second optimizer."""
+        """Declare the table, and pull its values.
+
+        Raises ValueError for a second optimizer, and for variables of which servers step over parts
+        alone.
+        """
+        for variable in variables:
+            check_variable(variable, "the parameter server", "leave it out, or train by allreduce")
         context.worker().begin_optimizer()
         self.variables = variables
         self._arrays = [_array(variable) for variable in variables]
