@@ -28,6 +28,10 @@ NO_COLLECTIVES = (
     "independent workers have no collectives: they may be lost, and others would wait for them. "
     "Give hvdlite-run --ps-workers mpi, or push to the servers"
 )
+CHANGED = (
+    "{} has changed since the last step, as by {}, and not on the servers, whose weights replace "
+    "it in this step: load weights before ps.DistributedOptimizer is made, or by ps.load"
+)
 PREFIX = "raw."  # The tables of users have it before their names.
 
 

@@ -19,6 +19,7 @@ BACKEND = keras.backend.backend()
 pytest.importorskip(BACKEND)
 
 from hvdlite.keras import ps  # noqa: E402
+from hvdlite.keras.ps import optimizer as served  # noqa: E402
 from hvdlite.keras.ps.updater import KerasUpdater  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
 from hvdlite.ps.connections.client import Client  # noqa: E402
@@ -155,6 +156,30 @@ def test_a_compiled_fit_is_that_of_one_process(new: New, job: Any) -> None:
 
     wanted_weights = fitted_in_one(new)
     job(new, main)
+
+
+def test_weights_that_are_loaded_between_fits_are_warned_of(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So EarlyStopping does that restores the best ones."""
+    told: list[str] = []
+    monkeypatch.setattr(served, "warn_user", told.append)
+
+    def main(number: int) -> None:
+        model = new_model()
+        model.compile(optimizer=ps.DistributedOptimizer(SGD()), loss=LOSS)
+        x, y = data(number)
+        for _ in range(2):
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        assert not told
+        barrier.wait(20)
+        model.set_weights([each + 1 for each in model.get_weights()])
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+
+    barrier = threading.Barrier(2)
+    job(SGD, main)
+    assert len(told) == 2
+    assert all("kernel has changed since the last step" in each for each in told)
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -149,6 +149,8 @@ def test_servers_and_allreduce_make_the_same_steps(
 WEIGHT = torch.nn.Parameter(torch.ones(3))
 SGD = torch.optim.SGD([WEIGHT], lr=0.1)
 NAMED = [("weight", WEIGHT)]
+STEPPED = torch.optim.SGD([WEIGHT], lr=0.1, momentum=0.9)
+STEPPED.state[WEIGHT]["momentum_buffer"] = torch.ones_like(WEIGHT)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +174,7 @@ NAMED = [("weight", WEIGHT)]
         (SGD, [("other", torch.ones(2))], {}, "named_parameters lacks 1 of the 1 parameters"),
         (torch.optim.LBFGS([WEIGHT]), NAMED, {"partition": "tensor"}, "LBFGS looks at all"),
         (OPTIMIZERS["norms"]([WEIGHT]), NAMED, {}, "Give partition='tensor'"),
+        (STEPPED, NAMED, {}, r"there is a state of weight \(momentum_buffer\)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_at_the_call(

@@ -1,4 +1,4 @@
-"""An optimizer of PyTorch whose servers have gone back: the next step begins with their weights."""
+"""Servers go back, or have other weights or no state: the next step is made of what they have."""
 
 from __future__ import annotations
 
@@ -171,3 +171,31 @@ def test_a_parameter_without_gradient_that_servers_decay_is_named(settings: Any)
             [] if number else ["unused has no gradient in the first step"]
         )
     assert unused.tolist() == pytest.approx([0.95**2] * 4)
+
+
+def test_weights_that_others_than_the_servers_have_changed_are_warned_of(trains: Trains) -> None:
+    weight, embedding, optimizer = trains(0.5)
+    before = weight.detach().clone()
+    weight.data = weight.data.clone()
+    with torch.no_grad():
+        weight.copy_(before)  # As broadcast_parameters does, and whoever puts back what it took.
+    assert step(weight, embedding, optimizer) == 0.5  # Warnings are errors here.
+    with torch.no_grad():
+        weight.fill_(9.0)
+    with pytest.warns(UserWarning, match="weight has changed since the last step"):
+        step(weight, embedding, optimizer)
+    assert torch.equal(weight, before - 1.0)
+    assert step(weight, embedding, optimizer) == 0.5
+
+
+def test_what_is_loaded_or_added_later_and_never_reaches_servers_is_refused(trains: Trains) -> None:
+    weight, embedding, optimizer = trains(0.5)
+    plain = torch.optim.SGD([weight, embedding.weight], 0.1, momentum=0.9)
+    state = plain.state_dict()
+    state["state"] = {0: {"momentum_buffer": torch.ones(4)}}
+    with pytest.raises(ValueError, match=r"there is a state of weight \(momentum_buffer\)"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="give it all of them before"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert step(weight, embedding, optimizer) == 0.5

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.warn import warn_user
 from hvdlite.keras.framework import attach_state, backend_of, keras, wait_for_programs
 from hvdlite.keras.keras_patches import ON_SERVERS, patch_keras
 from hvdlite.keras.optimizer_families import (
@@ -187,7 +188,10 @@ class _RollbackTeller(keras.callbacks.Callback):
         self._optimizer = optimizer
 
     def on_train_begin(self, logs: Any = None) -> None:
-        _link_of(self._optimizer).is_told = True
+        link = _link_of(self._optimizer)
+        link.is_told = True
+        if self._optimizer.built:
+            link.warn_of_changes()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         link = _link_of(self._optimizer)
@@ -231,6 +235,14 @@ class _Link:
         flat = [array.reshape(-1) for array in self._arrays]
         self.table = context.worker().declare(TABLE, specs, self._options, lambda: flat)
         self.pull()
+
+    def warn_of_changes(self) -> None:
+        """Say so where weights have changed since the last step, which the next one undoes."""
+        for variable, value in zip(self.variables, self.table.last_values() or (), strict=False):
+            if _array(variable).tobytes() != value.tobytes():
+                name = getattr(variable, "path", variable.name)
+                warn_user(context.CHANGED.format(name, "model.load_weights()"))
+                return
 
     def pull(self) -> None:
         """Give the variables the weights of the servers."""

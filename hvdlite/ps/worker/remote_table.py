@@ -70,16 +70,21 @@ class RemoteTable(TableShards):
         super().move(answer)
         self._begin_early()
 
-    def _pulled(self) -> Callable[[int], Sequence[Buffer] | None]:
+    def last_values(self) -> list[Array] | None:
+        """Return what was pulled last, as flat tensors; None where nothing of one version was."""
         if self.is_sync and len({shard.version for shard in self._shards}) > 1:
-            return lambda server: None  # Values of two versions are those of none.
+            return None
         tensors = [np.empty(spec.size, dtype_of(spec.dtype)) for spec in self.specs]
         for blocks, shard in zip(self._blocks, self._shards, strict=True):
             if shard.pulled is None:
-                return lambda server: None
+                return None
             for block, data in zip(blocks, shard.pulled, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)
-        return partial(self._cut, tensors)
+        return tensors
+
+    def _pulled(self) -> Callable[[int], Sequence[Buffer] | None]:
+        tensors = self.last_values()
+        return (lambda server: None) if tensors is None else partial(self._cut, tensors)
 
     def push(self, tensors: Sequence[Array], body: Mapping[str, Any]) -> Handle:
         """Push the gradients of a step, as flat tensors, which are copied.

@@ -17,7 +17,7 @@ from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.torch.ps.embedding import ROWS
 from hvdlite.torch.ps.parameters import ReducedParameters, names_of, served_names, specs_of
-from hvdlite.torch.ps.pushing_optimizer import PushingMixin
+from hvdlite.torch.ps.pushing_optimizer import PushingMixin, check_no_state
 from hvdlite.torch.ps.updater import TorchRows, TorchUpdater
 from hvdlite.torch.sharded_state.elementwise import check_elementwise
 
@@ -55,7 +55,8 @@ def DistributedOptimizer(  # noqa: N802
     - `op`: of sync: Average or Sum.
     - `scale`: of async and ssp: "1/W" divides each push by the number of workers that take part.
 
-    Raises `ValueError` for arguments that contradict each other, and for a second optimizer.
+    Raises `ValueError` for arguments that contradict each other, for an optimizer that has made
+    steps, and for a second one.
     """
     options = TableOptions.of(mode, staleness, op, scale, partition)
     check_passes(backward_passes_per_step)
@@ -70,6 +71,7 @@ def DistributedOptimizer(  # noqa: N802
             "LBFGS looks at all gradients at once, and calls the model again within a step: no "
             "server has either"
         )
+    check_no_state(optimizer.state, names)
     rest = {parameter: name for parameter, name in every.items() if parameter not in names}
     settings = context.current().settings
     if rest and settings.independent:

@@ -55,7 +55,9 @@ class PushingMixin(torch.optim.Optimizer):
         self._trained: Sequence[tuple[torch.Tensor, str, int]] = [
             (p, names[p], n) for p, n in chosen if p.requires_grad and not hasattr(p, ROWS)
         ]
+        self._names = names
         self._list = [parameter for parameter, _ in chosen if not hasattr(parameter, ROWS)]
+        self._versions: list[int] = []  # Of the parameters when the last step had ended.
         self._rows: list[tuple[PulledRows, RemoteRows, int]] = []
         self._targets: list[Target] = []
         self._gradients = Gradients(self._list)
@@ -109,7 +111,28 @@ class PushingMixin(torch.optim.Optimizer):
         self._repeats_numbers = True
         self._pull()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ValueError: servers keep what the optimizer had when it was made."""
+        raise ValueError(
+            "servers step over the parameters that the optimizer had when ps.DistributedOptimizer "
+            "was made: give it all of them before"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the numbers of groups, and the state of parameters that go by allreduce.
+
+        Raises ValueError where there is state of others, which lies on the servers.
+        """
+        state = state_dict["state"]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        check_no_state(
+            {p: state[key] for key, p in zip(keys, own, strict=False) if key in state}, self._names
+        )
+        super().load_state_dict(state_dict)
+
     def _push_and_pull(self) -> None:
+        self._warn_of_changes()
         body: dict[str, Any] = {}
         skips = self._overflow()
         if skips:
@@ -191,6 +214,32 @@ class PushingMixin(torch.optim.Optimizer):
             self._targets = [Target(parameter) for parameter in self._list]
         self._table.pull([target.array for target in self._targets])
         Target.finish(self._targets)
+        self._versions = [parameter._version for parameter in self._list]
+
+    def _warn_of_changes(self) -> None:
+        """Say so where weights have changed since the last step, which the next one undoes."""
+        versions = [parameter._version for parameter in self._list]
+        if self._table is None or versions == self._versions:
+            return
+        self._versions = versions
+        for parameter, value in zip(self._list, self._table.last_values() or (), strict=False):
+            if flat_array_of(parameter).tobytes() != value.tobytes():
+                changed = self._names[parameter], "model.load_state_dict()"
+                warn_user(context.CHANGED.format(*changed))
+                return
+
+
+def check_no_state(
+    state: Mapping[torch.Tensor, Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Raise ValueError where an optimizer has made steps with parameters that go by servers."""
+    for parameter, own in state.items():
+        if own and parameter in names and float(own.get("step", 1)) > 0:
+            raise ValueError(
+                f"there is a state of {names[parameter]} ({', '.join(own)}), and the state of what "
+                "goes by servers lies there: ps.save and ps.load are for it. Else wrap an "
+                "optimizer that has made no step"
+            )
 
 
 # The gradients of parameters as flat arrays; many small ones cost little more than one.
