@@ -118,7 +118,7 @@ def test_steps_that_nobody_has_are_done_again_on_all_servers(
         return raised.value.version
 
     assert in_threads(*[lambda t=trainer: goes_back(t) for trainer in pair]) == [20, 20]
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < LIMIT_SECONDS
     assert [trainer.table.clock for trainer in pair] == [20, 20]
     in_threads(*[lambda t=trainer: t.train(40) for trainer in pair])
     assert [bits(trainer.values) for trainer in pair] == [train_in_one(40, both)] * 2
