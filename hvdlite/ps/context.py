@@ -30,7 +30,7 @@ NO_COLLECTIVES = (
 )
 CHANGED = (
     "{} has changed since the last step, as by {}, and not on the servers, whose weights replace "
-    "it in this step: load weights before ps.DistributedOptimizer is made, or by ps.load"
+    "it: load weights before ps.DistributedOptimizer is made, or by ps.load"
 )
 PREFIX = "raw."  # The tables of users have it before their names.
 
