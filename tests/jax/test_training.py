@@ -249,7 +249,7 @@ def of_other_dtypes(rank: int) -> dict[str, Any]:
         "float8": jnp.full((), rank, "float8_e4m3fn"),
         "text": np.str_(f"rank {rank}"),
         "texts": np.array([["a", f"bc{rank}"]]),
-        "date": np.datetime64("2020-01-01") + rank,
+        "date": np.datetime64("2020-01-01") + np.timedelta64(rank, "D"),
         "swapped": np.full((2, 1), rank, ">f4"),
     }
 

@@ -262,16 +262,15 @@ done()
 def test_the_watchdog_of_the_user_stays_set() -> None:
     """faulthandler has one slot for a watchdog: it is the user's (pytest sets it, too).
 
-    The watchdog reads the frames of a thread while that runs, so modules are imported before.
+    The watchdog reads the frames of a thread while that runs, which may end the process: it does so
+    once, when threads mostly wait.
     """
     run(2, HVD + """
 import faulthandler, tempfile
 log = tempfile.TemporaryFile()
-faulthandler.dump_traceback_later(0.2, repeat=True, file=log)
+faulthandler.dump_traceback_later(3.0, file=log)
 hvd.init(); check()
-length = os.fstat(log.fileno()).st_size
-assert wait_until(lambda: os.fstat(log.fileno()).st_size > length), "it was cancelled"
-faulthandler.cancel_dump_traceback_later()
+assert wait_until(lambda: os.fstat(log.fileno()).st_size > 0), "it was cancelled"
 done()
 """)  # fmt: skip
 
