@@ -122,6 +122,7 @@ def test_one_rank_says_where_it_runs(
     assert capsys.readouterr().out.startswith("helloworld, 1 rank\n")
 
 
+@pytest.mark.thorough
 def test_the_network_of_several_hosts_is_measured_compared_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ def test_the_table_of_packages_is_up_to_date() -> None:
     assert (ROOT / "docs" / "architecture.md").read_text() == page, "run docs/make_floors.py"
 
 
+@pytest.mark.thorough
 def test_walks_through_the_code_name_what_is_there() -> None:
     """A line of a diagram in docs/architecture.md is a file, and something that it defines."""
     page = (ROOT / "docs" / "architecture.md").read_text()
@@ -128,6 +129,7 @@ def test_the_first_command_installs_what_its_example_needs_and_nothing_else() ->
     assert packages == {{"sklearn": "scikit-learn"}.get(name, name) for name in third}
 
 
+@pytest.mark.thorough
 def test_the_code_uses_the_words_of_the_glossary() -> None:
     """The second table of docs/words.md names synonyms that the code does without."""
     table = (ROOT / "docs" / "words.md").read_text().partition("| not | but |")[2]

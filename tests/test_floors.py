@@ -208,6 +208,7 @@ ROOT_PACKAGE = "hvdlite"
 
 
 @pytest.mark.parametrize("when", ["at once", "at any time"])
+@pytest.mark.thorough
 def test_no_modules_import_each_other_in_a_circle(when: str) -> None:
     """Neither when they are imported, nor by their functions or for the sake of types."""
     below: dict[str, set[str]] = {}

@@ -43,6 +43,7 @@ def imported(program: str, module: str) -> bool:
 
 
 @pytest.mark.parametrize("autotune", [False, True])
+@pytest.mark.thorough
 def test_autotuning_is_imported_where_it_is_on(autotune: bool) -> None:
     program = ENGINE.format(autotune=autotune)
     assert imported(program, "hvdlite.common.engine.autotuning") is autotune
@@ -55,10 +56,12 @@ def test_autotuning_is_imported_where_it_is_on(autotune: bool) -> None:
         ("hvdlite.spark import run", "pyspark"),
     ],
 )
+@pytest.mark.thorough
 def test_ray_and_spark_are_imported_where_something_starts(names: str, module: str) -> None:
     assert not imported(f"import sys\nfrom {names}", module)
 
 
+@pytest.mark.thorough
 def test_slices_of_data_are_imported_when_they_are_asked_for() -> None:
     """By hvd.data, which the golden files of test_public_api show for each framework."""
     program = (
@@ -70,6 +73,7 @@ def test_slices_of_data_are_imported_when_they_are_asked_for() -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("on", [False, True])
+@pytest.mark.thorough
 def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) -> None:
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")
     program = TRAIN.format(options=f"gradient_as_bucket_view={on}")
@@ -87,6 +91,7 @@ def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) ->
          "'hvdlite[ray]'"),
     ],
 )  # fmt: skip
+@pytest.mark.thorough
 def test_a_framework_that_is_missing_is_named_with_its_extra(
     program: str, package: str, remedy: str
 ) -> None:

@@ -127,6 +127,7 @@ def test_parameter_servers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHARDING_FILES)
+@pytest.mark.thorough
 def test_checkpoints_and_sharding(name: str) -> None:
     if ".torch." in name:
         pytest.importorskip("torch")

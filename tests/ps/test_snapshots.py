@@ -56,6 +56,7 @@ def test_a_job_goes_on_from_its_own_snapshots_when_all_of_it_was_killed(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.thorough
 def test_a_server_joins_hundreds_of_blocks() -> None:
     """It answers nobody meanwhile, so the work may not grow with a power of their number."""
     blocks = [Block("float32", 0, (Part(key, 0, 2, 0),)) for key in range(800)]

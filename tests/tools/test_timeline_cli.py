@@ -269,6 +269,7 @@ def test_a_file_that_another_tool_has_laid_out_anew_is_read(tmp_path: Path) -> N
         assert not is_cut_off(str(again))
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_cut_off_anywhere_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
     timeline = Timeline.open(str(tmp_path / "a.json"), 0)
     timeline.segment_start(["a"], 12, "allreduce")
@@ -355,6 +356,7 @@ def test_draw_without_matplotlib_says_what_to_install(
     assert "pip install 'hvdlite[plot]'" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     path = write(tmp_path / "a.json", 0)
@@ -392,6 +394,7 @@ def test_the_axis_of_a_picture_has_the_times_that_select_a_part(tmp_path: Path) 
     assert labels[0] == "3601000" and labels[-1] == "3601400"
 
 
+@pytest.mark.thorough
 def test_a_phase_has_one_colour_in_all_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     head = json.loads(Path(write(tmp_path / "a.json", 0)).read_text())[:6]

@@ -271,6 +271,7 @@ def test_all_ranks_switch_between_the_same_two_segments(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.thorough
 def test_a_job_is_tuned_while_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     config = Config(

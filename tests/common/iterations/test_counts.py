@@ -187,6 +187,7 @@ def deeper(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 
 @given(st.recursive(SCALARS, deeper, max_leaves=20))
+@pytest.mark.thorough
 def test_any_json_is_a_sample_or_none(value: object) -> None:
     for line in (json.dumps(value), json.dumps([1, 0, 1, "", value])):
         found = unpack(line)

@@ -188,6 +188,7 @@ def test_refused_names_and_searches() -> None:
         elementwise("e", [("x", (3, 4)), ("y", (3,))], "z")
 
 
+@pytest.mark.thorough
 def test_a_thousand_operators_on_64_ranks_take_less_than_two_seconds() -> None:
     """With shapes that differ from layer to layer, so that nothing is known from the one before."""
     operators: list[Operator] = []

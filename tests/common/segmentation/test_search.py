@@ -20,6 +20,7 @@ CASES = st.lists(st.tuples(st.integers(0, 10**8), TIMES), min_size=1, max_size=9
 
 
 @given(CASES, st.floats(0, 0.1), st.floats(1e6, 1e10))
+@pytest.mark.thorough
 def test_the_search_finds_what_a_search_through_everything_finds(
     case: list[tuple[int, float]], latency: float, bandwidth: float
 ) -> None:

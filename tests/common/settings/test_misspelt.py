@@ -51,6 +51,7 @@ def test_all_variables_of_code_manifests_and_docs_are_known() -> None:
     assert misspelt(entry.variable for entry in settings()) == []
 
 
+@pytest.mark.thorough
 def test_rank_0_warns_once() -> None:
     script = "import hvdlite.numpy as hvd\nfor _ in range(2):\n    hvd.init()\n    hvd.shutdown()"
     words = ("-np", "2", sys.executable, "-c", script)
