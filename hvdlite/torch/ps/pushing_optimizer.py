@@ -234,9 +234,10 @@ def check_no_state(
 ) -> None:
     """Raise ValueError where an optimizer has made steps with parameters that go by servers."""
     for parameter, own in state.items():
-        if own and parameter in names and float(own.get("step", 1)) > 0:
+        known = [key for key, value in own.items() if value is not None]
+        if known and parameter in names and float(own.get("step", 1)) > 0:
             raise ValueError(
-                f"there is a state of {names[parameter]} ({', '.join(own)}), and the state of what "
+                f"there is a state of {names[parameter]} ({', '.join(known)}), and that of what "
                 "goes by servers lies there: ps.save and ps.load are for it. Else wrap an "
                 "optimizer that has made no step"
             )
