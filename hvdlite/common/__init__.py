@@ -2,10 +2,10 @@
 
 A package imports from itself and from packages below it, never upwards:
 
-    iterations      what every rank did in every training iteration, as a trace
+    iterations      what ranks do in each training iteration: a trace, metrics, who is slow
     gradients       buckets of gradients: names, delays, groups, segments, reduction
     elastic         states, and the loop that trains on when ranks come and go
-    api             the public forms of the collectives, written once for all frameworks
+    api             the collectives as adapters call them, written once for all frameworks
     runtime         init and shutdown, rank and size, process sets
     engine          the engine thread: drain, negotiate, run, complete
     decisions       coordinator, aggregator, response cache, fusion: pure functions of messages

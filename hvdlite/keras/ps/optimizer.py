@@ -238,11 +238,8 @@ class _Link:
 
     def warn_of_changes(self) -> None:
         """Say so where weights have changed since the last step, which the next one undoes."""
-        for variable, value in zip(self.variables, self.table.last_values() or (), strict=False):
-            if _array(variable).tobytes() != value.tobytes():
-                name = getattr(variable, "path", variable.name)
-                warn_user(context.CHANGED.format(name, "model.load_weights()"))
-                return
+        if name := self.table.first_changed(map(_array, self.variables)):
+            warn_user(context.CHANGED.format(name, "model.load_weights()"))
 
     def pull(self) -> None:
         """Give the variables the weights of the servers."""

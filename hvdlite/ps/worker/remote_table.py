@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,13 @@ class RemoteTable(TableShards):
             for block, data in zip(blocks, shard.pulled, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)
         return tensors
+
+    def first_changed(self, tensors: Iterable[Array]) -> str | None:
+        """Return the name of the first tensor that is not what was pulled last; None: all are."""
+        for spec, own, pulled in zip(self.specs, tensors, self.last_values() or (), strict=False):
+            if own.tobytes() != pulled.tobytes():
+                return spec.name
+        return None
 
     def _pulled(self) -> Callable[[int], Sequence[Buffer] | None]:
         tensors = self.last_values()

@@ -109,8 +109,10 @@ class ServedEmbedding(nn.Embedding):
 
 def _served(kind: type[nn.Embedding]) -> type[nn.Embedding]:
     """Return a class that pulls rows where the forward of `kind` has nn.Embedding look them up."""
-    if kind is nn.Embedding or issubclass(kind, ServedEmbedding):
-        return ServedEmbedding if kind is nn.Embedding else kind
+    if issubclass(kind, ServedEmbedding):
+        return kind
+    if kind is nn.Embedding:
+        return ServedEmbedding
     return type(kind.__name__, (kind, ServedEmbedding), {"__module__": kind.__module__})
 
 
@@ -141,9 +143,8 @@ def serve_rows(
 
 
 def _empty(
-    embedding: nn.Embedding, made: dict[Tensor, Tensor], seed: int, initializer: str,
-    scale: float,
-) -> None:  # fmt: skip
+    embedding: nn.Embedding, made: dict[Tensor, Tensor], seed: int, initializer: str, scale: float
+) -> None:
     """Leave an embedding without rows. `made` has what became of weights."""
     weight = embedding.weight
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -151,7 +152,6 @@ def _empty(
         embedding.num_embeddings, embedding.embedding_dim, dtype, seed, initializer, scale,
         embedding.padding_idx,
     )  # fmt: skip
-    embedding.__class__ = _served(type(embedding))
     if (tied := made.get(weight)) is not None:
         if (first := getattr(tied, ROWS).spec) != spec:
             raise ValueError(
@@ -159,11 +159,12 @@ def _empty(
                 f"{first.zero_row} in one and {spec.zero_row} in the other: give both the same"
             )
         embedding.weight = tied
-        return
-    nothing = torch.empty(0, embedding.embedding_dim, dtype=weight.dtype)
-    if weight.device.type == "meta":
-        embedding.weight = nn.Parameter(nothing, requires_grad=weight.requires_grad)
     else:
-        weight.data = nothing.to(weight.device)
-    made[weight] = embedding.weight
-    setattr(embedding.weight, ROWS, PulledRows(spec, embedding.weight))
+        nothing = torch.empty(0, embedding.embedding_dim, dtype=weight.dtype)
+        if weight.device.type == "meta":
+            embedding.weight = nn.Parameter(nothing, requires_grad=weight.requires_grad)
+        else:
+            weight.data = nothing.to(weight.device)
+        made[weight] = embedding.weight
+        setattr(embedding.weight, ROWS, PulledRows(spec, embedding.weight))
+    embedding.__class__ = _served(type(embedding))

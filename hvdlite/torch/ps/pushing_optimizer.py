@@ -222,11 +222,8 @@ class PushingMixin(torch.optim.Optimizer):
         if self._table is None or versions == self._versions:
             return
         self._versions = versions
-        for parameter, value in zip(self._list, self._table.last_values() or (), strict=False):
-            if flat_array_of(parameter).tobytes() != value.tobytes():
-                changed = self._names[parameter], "model.load_state_dict()"
-                warn_user(context.CHANGED.format(*changed))
-                return
+        if name := self._table.first_changed(map(flat_array_of, self._list)):
+            warn_user(context.CHANGED.format(name, "model.load_state_dict()"))
 
 
 def check_no_state(
