@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tarfile
+import threading
 from collections.abc import Generator, Iterator
 from functools import partial
 from importlib import metadata
@@ -122,6 +123,26 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """Let TensorFlow look at the arguments of one call at a time: ranks are threads here.
+
+    It has one list for the arguments of a function, which the calls of all threads fill. Where a
+    type comes for the first time, it runs Python code before it reads on, and another thread's call
+    may have replaced, and freed, what it reads: the process dies by SIGSEGV.
+    """
+    if "tensorflow" not in sys.modules:
+        return
+    from tensorflow.python.framework._pywrap_python_api_dispatcher import PythonAPIDispatcher
+
+    dispatch, at_a_time = PythonAPIDispatcher.Dispatch, threading.RLock()
+
+    def dispatch_alone(self: Any, *arguments: Any) -> Any:
+        with at_a_time:
+            return dispatch(self, *arguments)
+
+    PythonAPIDispatcher.Dispatch = dispatch_alone
 
 
 def markers(path: Path) -> Iterator[str]:

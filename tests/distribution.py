@@ -175,8 +175,36 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
+        """Goes on after the death of a worker, where that of xdist 3.8 waits for ever.
+
+        There the test that ended a worker is run again, a worker that comes in its place keeps the
+        last test of its first unit until it hears of another one, and one that has not yet found
+        its tests must not be handed any.
+        """
+
         def _split_scope(self, nodeid: str) -> str:
             return unit(nodeid)
+
+        def remove_node(self, node: Any) -> str | None:
+            units = self.assigned_work.pop(node)
+            left = [test for tests in units.values() for test, done in tests.items() if not done]
+            if not left:
+                return None
+            units[unit(left[0])][left[0]] = True
+            waiting = {name: tests for name, tests in units.items() if not all(tests.values())}
+            self.workqueue.update(waiting)
+            for other in self.nodes:
+                self._reschedule(other)
+            return str(left[0])
+
+        def schedule(self) -> None:
+            super().schedule()
+            for node in self.nodes:
+                self._reschedule(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if node in self.registered_collections:
+                super()._reschedule(node)
 
     return Scheduling(config, log)
 

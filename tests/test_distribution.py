@@ -1,0 +1,39 @@
+"""What spreads the tests over workers goes on where one of them dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.wheel import ROOT
+
+pytest.importorskip("xdist", reason="the extra 'test' is not installed")
+
+DIES = "import os\ndef test_{name}(): os.kill(os.getpid(), 9)\n"
+PASSES = "def test_{name}(): pass\n"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("others", [0, 1, 6])
+def test_each_test_ends_once_where_workers_die(tmp_path: Path, others: int) -> None:
+    """Also those of the dead worker's file, and of files that others had been handed before."""
+    files = {"dies": (PASSES, DIES, PASSES), "dies_alone": (DIES,), "dies_last": (PASSES, DIES)}
+    files.update({f"other_{number}": (PASSES,) for number in range(others)})
+    for name, tests in files.items():
+        lines = [test.format(name=f"{name}_{number}") for number, test in enumerate(tests)]
+        (tmp_path / f"test_{name}.py").write_text("".join(lines))
+    variables = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "tests.distribution"),
+            *("-n", "2", "--dist", "loadscope", "-c", os.devnull, f"--rootdir={tmp_path}", str(tmp_path)),
+        ],
+        cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert f"3 failed, {others + 3} passed" in done.stdout, done.stdout + done.stderr
+    for name in ("dies_1", "dies_alone_0", "dies_last_1"):
+        assert done.stdout.count(f"crashed while running 'test_{name.rpartition('_')[0]}.py") == 1
