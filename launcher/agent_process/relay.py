@@ -21,6 +21,8 @@ from hvdlite.launcher.agents.channel import Channel, unsqueeze
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 STOPPED = "T"  # The state of a process after SIGSTOP; that of one in a debugger is "t".
+# A worker that was suspended with its job may go on so much later than this process.
+RESUME_SECONDS = 2.0
 
 
 class WorkerRelay:
@@ -32,9 +34,10 @@ class WorkerRelay:
     ) -> None:  # fmt: skip
         self._channel, self._workers = channel, workers
         self._silence_seconds: float = job["worker_silence_seconds"]
-        self._told: set[int] = (
-            set()
-        )  # Running workers of which the driver knows that they cannot go on.
+        # Running workers of which the driver knows that they cannot go on.
+        self._told: set[int] = set()
+        self._now = loop.awake_seconds
+        self._stopped: dict[int, float] = {}  # Workers that are stopped, and since when.
         self._server = outside.serve_workers(
             loop, folder.socket, job["secret"].encode(),
             lambda number, message: channel.send("said", number, message), self._note_end,
@@ -64,10 +67,14 @@ class WorkerRelay:
     def look(self) -> None:
         """Tell of workers that run and cannot go on; called now and then."""
         silence = self._server.silence()  # Of those that are connected.
+        now = self._now()
         for number, worker in self._workers.items():
             if self._runs(number) and outside.state_of(worker.pid) == STOPPED:
-                self._tell_once(number, "its process was stopped")
-            elif silence.get(number, 0.0) >= self._silence_seconds:
+                if now - self._stopped.setdefault(number, now) >= RESUME_SECONDS:
+                    self._tell_once(number, "its process was stopped")
+                continue
+            self._stopped.pop(number, None)
+            if silence.get(number, 0.0) >= self._silence_seconds:
                 why = f"it has not answered for {self._silence_seconds:g} seconds"
                 self._tell_once(number, why)
 

@@ -101,4 +101,4 @@ class Channel:
         if now - link.spoke_at >= silence_seconds / BEATS and not link.queued_bytes:
             link.send_bytes(BEAT)
         # What waits to be read says that it is we who were busy elsewhere.
-        return now - link.heard_at < silence_seconds or link.has_input()
+        return link.silent_for() < silence_seconds or link.has_input()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,6 +53,7 @@ class Loop:
             self._body(self._ended.is_set)
         except BaseException as error:
             self.error = error
+            traceback.print_exc()  # For the test that fails by it.
 
     def end(self) -> None:
         self._ended.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,8 @@ class Desk:
         self.said: list[tuple[bytes, Message]] = []
         self.known_then: list[bool] = []  # Whether the file had a table when that was answered.
         self._file = file
+
+    awake_seconds = staticmethod(time.monotonic)
 
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
         return self.asked.popleft() if self.asked else None

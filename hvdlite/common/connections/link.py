@@ -2,7 +2,7 @@
 
 Three words for an end: `close` ends a link at once, and nobody is called; `finish` ends what this
 end says, once all that was queued has gone; and a link *has ended* when the other end has closed
-or finished, is gone, or is silent: `ended` is called once, with the reason.
+or finished, or is gone: `ended` is called once, with the reason.
 """
 
 from __future__ import annotations
@@ -113,9 +113,8 @@ class Link:
     empty reason. `most_bytes` bounds the heads that are accepted, and `memory` says where arrays
     are received (by default there are none), at most `most_arrays` with a message.
 
-    With `beat_seconds` this end sends a beat whenever it has said nothing for that long. With
-    `silent_seconds` a link ends over which nothing has come for that long, unless something waits
-    to be read. `prologue` is what is looked for, and skipped with all before it, in what comes.
+    With `beat_seconds` this end sends a beat whenever it has said nothing for that long. `prologue`
+    is what is looked for, and skipped with all before it, in what comes.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class Link:
         unpacker: Callable[[bytes], Any] = unpack,
         most_arrays: int = MOST_ARRAYS,
         beat_seconds: float = 0.0,
-        silent_seconds: float = 0.0,
         prologue: bytes = b"",
         liveness: Liveness | None = None,
     ) -> None:
@@ -139,9 +137,9 @@ class Link:
         self.open = True
         self.at_fault = False  # Whether the other end has said what it must not.
         self.gathers = False  # Whether what is sent waits for `flush`, to go with what follows.
-        self.heard_at = self.spoke_at = loop.now()
+        self.spoke_at, self._heard_at = loop.now(), loop.awake_seconds()
         self._loop, self._liveness = loop, liveness
-        self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
+        self._beat_seconds = beat_seconds
         self._prologue, self._skipped = prologue, b""
         # Guards all that is about sending. Reentrant, as signal handlers may send.
         self._lock = threading.RLock()
@@ -161,8 +159,6 @@ class Link:
         self._watch()
         if beat_seconds:
             loop.call_after(beat_seconds, self._beat)
-        if silent_seconds:
-            loop.call_after(silent_seconds, self._check_silence)
 
     # -- sending
 
@@ -319,7 +315,7 @@ class Link:
             within = "" if frames.between else "it ended in the middle of a message"
             self._end(self._reason or within)
             return
-        self.heard_at = self._loop.now()
+        self._heard_at = self._loop.awake_seconds()
         try:
             for message, arrays in messages:
                 self.received(message, arrays)
@@ -348,8 +344,8 @@ class Link:
     # -- watching
 
     def silent_for(self) -> float:
-        """Return for how many seconds nothing has come."""
-        return self._loop.now() - self.heard_at
+        """Return for how many seconds nothing has come, of those in which the loop was awake."""
+        return self._loop.awake_seconds() - self._heard_at
 
     def has_input(self) -> bool:
         """Return whether something waits to be read."""
@@ -364,20 +360,6 @@ class Link:
                 self._queue(BEAT)
             left = self._beat_seconds
         self._loop.call_after(left, self._beat)
-
-    def _check_silence(self) -> None:
-        if not self.open:
-            return
-        left = self._silent_seconds - self.silent_for()
-        if left <= 0:
-            self._read()  # It may be this end that was busy elsewhere.
-            if not self.open:
-                return
-            left = self._silent_seconds - self.silent_for()
-            if left <= 0:
-                self._end(f"it has been silent for {self._silent_seconds:g} s")
-                return
-        self._loop.call_after(left, self._check_silence)
 
     # -- ends
 

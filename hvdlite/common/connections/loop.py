@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import os
 import select
 import socket
@@ -24,6 +25,8 @@ from collections.abc import Callable
 
 Handler = Callable[[int], object]  # Is given the events of its descriptor.
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+# A thread that is late by more than that has stood still, as all do whose job is suspended.
+LATE_SECONDS = 1.0
 
 
 class Timer:
@@ -60,6 +63,29 @@ class _Event:
             os.close(self.number)
 
 
+class AwakeClock:
+    """The time in which a thread could have heard others: by it somebody is silent.
+
+    Where a whole job is suspended, all of it stands still, and nobody is silent meanwhile.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        # What counts until a moment, the moment, and the most that counts of the time since then:
+        # one value, which other threads may read.
+        self._counted = 0.0, now(), LATE_SECONDS
+
+    def seconds(self) -> float:
+        """Return for how long the thread was awake, or slept as it meant to, since any moment."""
+        counted, until, most = self._counted
+        return counted + min(self._now() - until, most)
+
+    def expect(self, seconds: float | None) -> None:
+        """Take note that the thread sleeps for at most so long, or, for 0, that it runs."""
+        most = math.inf if seconds is None else seconds + LATE_SECONDS
+        self._counted = self.seconds(), self._now(), most
+
+
 class Loop:
     """The descriptors and timers of one thread; others may use `post`, `wake` and the timers.
 
@@ -78,6 +104,8 @@ class Loop:
         self._posted: deque[Callable[[], object]] = deque()
         self._thread = threading.get_ident()  # That called `run_once` last.
         self._sleeps = False  # While that waits, or is about to.
+        self._awake = AwakeClock(self.now)
+        self.awake_seconds = self._awake.seconds
         self._wakeup: _Event | None = _Event()  # None: the loop was closed.
         self.watch(self._wakeup.number, READ, self._run_posted)
 
@@ -99,10 +127,12 @@ class Loop:
         if self._timers:
             left = max(0.0, self._timers[0][0] - self.now())
             timeout = left if timeout is None else min(timeout, left)
+        self._awake.expect(timeout)
         try:
             ready = self._epoll.poll(timeout)
         finally:
             self._sleeps = False
+            self._awake.expect(0.0)
         for descriptor, events in ready:
             handler = self._handlers.get(descriptor)
             if handler is not None:  # Another handler may have closed it meanwhile.

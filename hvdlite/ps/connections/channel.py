@@ -243,6 +243,10 @@ class Listener:
 
     # -- messages
 
+    def awake_seconds(self) -> float:
+        """See `Loop.awake_seconds`."""
+        return self._loop.awake_seconds()
+
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
         """Return the next message and its sender; None where none comes within `seconds`.
 

@@ -66,6 +66,7 @@ class Client:
 
     def __init__(self, identity: bytes, token: bytes = b"", *, encrypted: bool = False) -> None:
         self._loop = Loop()
+        self.now = self._loop.awake_seconds
         self._identity, self._token = identity, token
         self._encryption = Encryption(token) if encrypted else None
         # Is replaced, never changed: the thread may go through it while another one connects.
@@ -105,7 +106,7 @@ class Client:
             encryption=self._encryption, memory=self.memory if near else None, far=address,
             refused=refused,
         )  # fmt: skip
-        connection = Connection(caller, outside.now)
+        connection = Connection(caller, self.now)
         self._connections = (*self._connections, connection)
         return connection
 
@@ -119,7 +120,7 @@ class Client:
 
     def every(self, seconds: float, function: Callable[[], object]) -> None:
         """Call a function in the thread again and again, first after `seconds`."""
-        self.call(lambda: self._timers.append(_Timer(seconds, function)))
+        self.call(lambda: self._timers.append(_Timer(seconds, function, self.now)))
 
     def ask(self, function: _Ask) -> Handle:
         """Run a function in the thread that calls what it is given with a result, or an error.
@@ -206,7 +207,7 @@ class Client:
             return
         times = [connection.look() for connection in self._connections]
         times += [timer.look() for timer in self._timers]
-        seconds = max(0.0, min(times, default=0.0) - outside.now()) if times else 60.0
+        seconds = max(0.0, min(times) - self.now()) if times else 60.0
         for connection in self._connections:
             connection.caller.flush()
         # After a hurried call whoever could make others waits for its answer.
@@ -300,13 +301,15 @@ class _Asked:
 
 
 class _Timer:
-    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
-        self._seconds, self._function = seconds, function
-        self._at = outside.now() + seconds
+    def __init__(
+        self, seconds: float, function: Callable[[], object], now: Callable[[], float]
+    ) -> None:
+        self._seconds, self._function, self._now = seconds, function, now
+        self._at = now() + seconds
 
     def look(self) -> float:
         """Call the function if it is time; return when it will be."""
-        now = outside.now()
+        now = self._now()
         if now >= self._at:
             self._at = now + self._seconds
             self._function()

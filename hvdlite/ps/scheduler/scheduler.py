@@ -38,7 +38,8 @@ class Scheduler:
         self, listener: Listener, plan: ClusterPlan, state_file: Path | None = None
     ) -> None:
         self.listener = listener
-        self.membership = Membership(plan, outside.now())
+        self.now = listener.awake_seconds  # Nobody is silent while this process stands still.
+        self.membership = Membership(plan, self.now())
         self.registry = Registry(plan.num_servers)
         self._file = StateFile(state_file, self._state)
         self._declared: list[list[Any]] = []  # To be written before it is answered.
@@ -63,7 +64,7 @@ class Scheduler:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Take back what `_state` has returned."""
-        self.membership.load(state["membership"], outside.now())
+        self.membership.load(state["membership"], self.now())
         self.registry.load(state["registry"])
         self.changes.wanted, self._job = state["wanted"], state["job"]
         self.barrier.load(state["met"])
@@ -75,7 +76,7 @@ class Scheduler:
         """Answer until `ended`, which is called at least twice a second."""
         while not ended():
             answers = self._answers() + self._go_on_with_turns()
-            self.changes.look(outside.now(), somebody_loads=bool(self.turns.load))
+            self.changes.look(self.now(), somebody_loads=bool(self.turns.load))
             if self._file.unkept:
                 self._keep()
             self._keep_declared()
@@ -87,7 +88,7 @@ class Scheduler:
     def _answers(self) -> list[Answer]:
         """Return the answers to a message, or to all declarations that are here."""
         received = self.listener.receive(LOOK_SECONDS)
-        answers = self.membership.tick(outside.now())
+        answers = self.membership.tick(self.now())
         left = MOST_AT_ONCE
         while received is not None:
             answers += self.answer(*received)
@@ -217,7 +218,7 @@ class Scheduler:
             missing = sorted(needed.difference(stands[behind[-1]].tables))
             what = f"begun the table '{missing[0]}'" if missing else "made it"
             what = f"server {behind[-1]} has not {what}"
-        if self._obstacle.is_to_be_said(what, outside.now()):
+        if self._obstacle.is_to_be_said(what, self.now()):
             log.warning(
                 "a load is not over, and all workers wait for it: %s. %s before it saves or loads, "
                 "or leaves (ps.leave)",
@@ -243,7 +244,7 @@ class Scheduler:
         if role_of(peer) != body["role"]:
             raise ValueError(f"a {role_of(peer)} says that it is a {body['role']}")
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
-        answers = self.membership.hello(peer, message.request, hello, outside.now())
+        answers = self.membership.hello(peer, message.request, hello, self.now())
         tables = {"reached": self.registry.reached, "loaded": self.turns.loaded}
         answers = [
             Answer(to, each._replace(body={**each.body, **self._describe(), **tables}))
@@ -259,7 +260,7 @@ class Scheduler:
         return answers
 
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
-        if not self.membership.beat(peer, outside.now()):
+        if not self.membership.beat(peer, self.now()):
             return [_answer(peer, message, "restarted")]
         tables = message.body["tables"]
         layout, load = message.body["layout"], int(message.body.get("load", 0))

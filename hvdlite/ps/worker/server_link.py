@@ -137,11 +137,12 @@ class ServerLink:
             connection.heard = now
             self.send(Message("beat"))
         elif now - connection.heard >= most_seconds:
-            address = self._address.partition(" ")[0]
+            address, caller = self._address.partition(" ")[0], connection.caller
+            trouble = "" if caller.is_connected else f", and it is not reached: {caller.trouble}"
             self.fail(
                 HorovodInternalError(
                     f"server {self.server} ({address}) is lost: nothing was heard of it for "
-                    f"{most_seconds:g} seconds (--ps-timeout)"
+                    f"{most_seconds:g} seconds (--ps-timeout){trouble}"
                 )
             )
 

@@ -103,7 +103,7 @@ class Worker:
         self._enrolment.fail_requests(self.failure)
 
     def _watch(self) -> None:
-        now = outside.now()
+        now = self._client.now()
         for link in self._servers.values():
             link.watch(now, self._silence_seconds)
 

@@ -215,32 +215,35 @@ def test_leave_ends_after_its_time_where_the_other_end_does_not() -> None:
 def test_beats_are_sent_in_silence_alone_and_show_life() -> None:
     loop = VirtualLoop()
     a, b = socket.socketpair()
-    one, other = End(loop, a, beat_seconds=1), End(loop, b, silent_seconds=5)
+    one, other = End(loop, a, beat_seconds=1), End(loop, b)
     for _ in range(20):
         loop.pass_time(0.5)
         one.link.send("talk")
-    talk = len(frame(pack(["talk"])))
     for _ in range(20):
         loop.pass_time(1)
-    assert len(other.messages) == 20 and not other.reasons
+        assert other.link.silent_for() <= 1
+    assert len(other.messages) == 20
     one.link._beat_seconds = 1e9  # It hangs from now on.
     loop.pass_time(1)
-    loop.pass_time(6)
-    loop.pass_time(6)
-    assert other.reasons == ["it has been silent for 5 s"] and talk
+    for _ in range(6):
+        loop.pass_time(1)
+    assert 6 <= other.link.silent_for() <= 7
     one.link.close()
+    other.link.close()
 
 
-def test_what_waits_to_be_read_is_no_silence() -> None:
-    """This end was busy elsewhere."""
+def test_nobody_is_silent_while_this_end_stands_still() -> None:
+    """As after a job was suspended, whose processes go on one after the other."""
     loop = VirtualLoop()
     raw, mine = socket.socketpair()
-    end = End(loop, mine, silent_seconds=5)
-    raw.sendall(frame(pack(["a"])))
-    loop.time += 100
-    loop.run_once(0)
-    loop.run_once(0)
-    assert end.messages == [["a"]] and not end.reasons
+    end = End(loop, mine)
+    for _ in range(3):
+        loop.pass_time(1)
+    loop.pass_time(1000)
+    assert 3 <= end.link.silent_for() <= 5
+    for _ in range(3):
+        loop.pass_time(1)
+    assert 6 <= end.link.silent_for() <= 8
     raw.close()
     end.link.close()
 

@@ -172,9 +172,12 @@ def test_the_end_is_told_once(end: End) -> None:
     assert (end.ended, end.channel.open) == (1, False)
 
 
-def test_silence_is_a_loss_but_not_what_waits_to_be_read(end: End) -> None:
-    later = time.monotonic() + 10
-    assert end.channel.beat(later - 5, 10)
+def test_silence_is_a_loss_but_not_what_waits_to_be_read(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awake, later = end.loop.awake_seconds() + 10, time.monotonic() + 10
+    monkeypatch.setattr(end.loop, "awake_seconds", lambda: awake)
+    assert end.channel.beat(later - 5, 11)
     assert not end.channel.beat(later, 5)
     os.write(end.peer_write, frames.BEAT)
     assert end.channel.beat(later, 5)

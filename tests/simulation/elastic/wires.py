@@ -86,6 +86,8 @@ class Loop:
     def now(self) -> float:
         return float(self._net.world.clock())
 
+    awake_seconds = now  # Nobody stands still by himself here.
+
     def new_socket(self, family: int) -> Socket:
         return Socket(self._net, self._node, family).opened()
 

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 from hvdlite.common.connections.address import Address
+from hvdlite.common.connections.loop import AwakeClock
+from hvdlite.ps.connections import outside
 from hvdlite.ps.connections.messages import Message, head_of, pack, parse, with_arrays
 from tests.simulation.lines import Line
 from tests.simulation.ps.nodes import Loop, Node, Signal, here
@@ -93,6 +95,8 @@ class SimulatedListener:
         self._peers: dict[bytes, Link] = {}
         self._received: deque[tuple[bytes, Message]] = deque()
         self._signal = Signal()
+        self._awake = AwakeClock(outside.now)
+        self.awake_seconds = self._awake.seconds
         if self._port in cluster.listeners:
             raise BrokenError("a port has one owner", f"{self.node.name} listens at {self._port}")
         cluster.listeners[self._port] = self
@@ -124,7 +128,9 @@ class SimulatedListener:
             self._signal.give()
 
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
+        self._awake.expect(seconds)
         self._signal.wait(lambda: bool(self._received), seconds)
+        self._awake.expect(0.0)
         return self._received.popleft() if self._received else None
 
     def send(self, name: bytes, message: Message) -> None:
@@ -202,8 +208,10 @@ class SimulatedCaller:
         return not self._closed
 
     @property
-    def takes(self) -> bool:
+    def is_connected(self) -> bool:
         return self._link is not None
+
+    takes = is_connected
 
     def send(self, message: Message) -> None:
         link = self._link

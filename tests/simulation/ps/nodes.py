@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdlite.common.connections.loop import AwakeClock
 from hvdlite.common.requests.handles import Handle
+from hvdlite.ps.connections import outside
 from tests.simulation.lines import Wire
 from tests.simulation.start import net as nets
 from tests.simulation.world import Action, KilledThread, Process, in_a_thread
@@ -244,6 +246,8 @@ class Loop:
     def __init__(self) -> None:
         self._calls: deque[Action] = deque()
         self._signal, self._woken = Signal(), False
+        self._awake = AwakeClock(outside.now)
+        self.awake_seconds = self._awake.seconds
 
     def post(self, function: Action) -> None:
         self._calls.append(function)
@@ -254,7 +258,9 @@ class Loop:
         self._signal.give()
 
     def run_once(self, timeout: float | None = None) -> bool:
+        self._awake.expect(timeout)
         woken = self._signal.wait(lambda: self._woken, timeout)
+        self._awake.expect(0.0)
         self._woken = False
         for _ in range(len(self._calls)):
             self._calls.popleft()()
