@@ -36,4 +36,4 @@ def test_each_test_ends_once_where_workers_die(tmp_path: Path, others: int) -> N
     )  # fmt: skip
     assert f"3 failed, {others + 3} passed" in done.stdout, done.stdout + done.stderr
     for name in ("dies_1", "dies_alone_0", "dies_last_1"):
-        assert done.stdout.count(f"crashed while running 'test_{name.rpartition('_')[0]}.py") == 1
+        assert f"::test_{name}'" in done.stdout

@@ -91,6 +91,13 @@ def test_a_job_on_two_hosts(tmp_path: Path, launcher_first: bool) -> None:
     check(tmp_path, words, SUMS, launcher_first=launcher_first, **make_ssh(tmp_path))
 
 
+def test_a_rank_is_not_late_for_what_it_could_not_submit(tmp_path: Path) -> None:
+    """Another one waits for it when the job is suspended."""
+    code = SUMS.replace("    time.sleep(0.01)", "    time.sleep(2.0 * hvd.rank())")
+    limits = {"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT_SECONDS)}
+    check(tmp_path, (), code, launcher_first=False, **limits)
+
+
 @LAUNCHER_FIRST
 def test_a_job_with_servers(tmp_path: Path, launcher_first: bool) -> None:
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")

@@ -53,7 +53,6 @@ class Loop:
             self._body(self._ended.is_set)
         except BaseException as error:
             self.error = error
-            traceback.print_exc()  # For the test that fails by it.
 
     def end(self) -> None:
         self._ended.set()
@@ -156,6 +155,8 @@ class Cluster:
             worker.close()
         for loop in [*self.servers, self.scheduler]:
             loop.end()
+            if loop.error is not None:  # A test that fails shows it.
+                traceback.print_exception(loop.error)
 
 
 class Trainer:

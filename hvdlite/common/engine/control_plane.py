@@ -148,7 +148,7 @@ class ControlPlane:
         if counter is None:
             self._links.send_up(Reports(tuple(reports)))
             return
-        now = self._clock()
+        now = self.stalls.now()
         self.stalls.disturb()
         for report in reports:
             counter.receive(report, now)

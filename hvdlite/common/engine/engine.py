@@ -90,7 +90,6 @@ class Engine:
         # Called on the thread of rank 0 with the ranks that were late for too long.
         self.on_stall: Callable[[tuple[int, ...]], None] = lambda late: None
         self._transport, self._config, self._timeline = transport, config, timeline
-        self._clock = clock
         self._pending = PendingTable(self.rank)
         self._memory = ResponseMemory(self.rank, self._pending)
         self._control_plane = ControlPlane(
@@ -433,13 +432,12 @@ class Engine:
 
     def _timeout(self) -> float | None:
         """Return how long to sleep for messages: 0 while there is work, None without a limit."""
+        stalls = self._control_plane.stalls
+        stalls.wakes_at = None
         if self._control_plane.orders or not self._inbox.may_sleep():
             return 0
         leaves = self._shutdown_requested.is_set() and not self._departure_sent
-        if leaves or self._control_plane.stalls.asked:
-            return 0
-        due = self._control_plane.stalls.next_inspection()
-        return None if due is None else max(due - self._clock(), 0)
+        return 0 if leaves or stalls.asked else stalls.timeout()
 
     # -- orders
 

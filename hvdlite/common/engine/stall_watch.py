@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from hvdlite.common.base.errors import StalledError
 from hvdlite.common.base.report_failure import LONGEST_TEXT, launcher_pipe, tell_launcher
 from hvdlite.common.base.user_frames import main_thread_stack
+from hvdlite.common.connections.loop import LATE_SECONDS
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.crossed import CROSSED_SECONDS
@@ -38,6 +39,8 @@ class StallWatch:
         self.asked = 0
         self._links, self._coordinator, self._aggregator = links, coordinator, aggregator
         self._pass_on, self._clock = pass_on, clock
+        self._stood_still = 0.0  # For how long in all.
+        self.wakes_at: float | None = None  # When the engine means to wake at the latest.
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
         self._deadlocks = DeadlockDetector(config.stall_shutdown_seconds)
         self.disturb = self._deadlocks.disturb  # To be called when something goes on.
@@ -56,6 +59,16 @@ class StallWatch:
             return min(self._stalls.next_check(oldest), self._deadlocks.next_check(oldest))
         return oldest + self._hold_seconds
 
+    def now(self) -> float:
+        """Return the time by which tensors wait: not while a suspended job stands still."""
+        return self._clock() - self._stood_still
+
+    def timeout(self) -> float | None:
+        """Return how long the engine may sleep until something is to be inspected."""
+        due, now = self.next_inspection(), self.now()
+        self.wakes_at = None if due is None else max(due, now)
+        return None if self.wakes_at is None else self.wakes_at - now
+
     @property
     def _hold_seconds(self) -> float:
         """The seconds that a leader holds incomplete tensors: rank 0 must hear before it warns."""
@@ -66,9 +79,12 @@ class StallWatch:
 
         Raises `HorovodInternalError` after the shutdown time, which fails the job.
         """
-        due, now = self.next_inspection(), self._clock()
+        due, now = self.next_inspection(), self.now()
         if due is None or now < due:
             return
+        if self.wakes_at is not None and now - self.wakes_at > LATE_SECONDS:
+            self._stood_still += now - self.wakes_at
+            return  # Others may have to go on first.
         if self._aggregator is not None:
             rank = self._links.rank
             log.debug("rank %d: passes on tensors that some ranks do not submit", rank)
@@ -127,7 +143,7 @@ class StallWatch:
 
     def on_wait_reply(self, message: WaitReply) -> None:
         if self._aggregator is not None:  # What it holds was submitted before.
-            self._aggregator.flush(self._clock())
+            self._aggregator.flush(self.now())
             self._pass_on()
         if self._coordinator is None:
             self._links.send_up(message)

@@ -207,7 +207,7 @@ if rank != 2:
 while len(list(told.iterdir())) < 2: time.sleep(0.01)  # Of a rank that has ended others say more.
 """
     # Forked ranks would not wait for those that ssh starts.
-    done = launch(*HOSTS, *python(script), forked=(), HVDLITE_START_TIMEOUT="6", **ssh)
+    done = launch(*HOSTS, *python(script), forked=(), HVDLITE_START_TIMEOUT="12", **ssh)
     said = [line for line in done.stdout.splitlines() if ":says" in line]
     assert len(said) == 2, done.stdout + done.stderr
     assert all(" these ranks did not come: 2 (seen: " in line for line in said), said
