@@ -62,7 +62,8 @@ print("ended", flush=True)
 
 def suspend(mark: Path, launcher: int, *, launcher_first: bool) -> None:
     """Stop all processes of a job for longer than the limit; let them go on one by one."""
-    found = sorted(processes(str(mark)), key=lambda pid: (pid != launcher) == launcher_first)
+    found = sorted(processes(str(mark)))  # Ranks in their order.
+    found.sort(key=lambda pid: (pid != launcher) == launcher_first)
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(1.5 * LIMIT_SECONDS)  # What the test is about.
