@@ -21,8 +21,9 @@ from hvdlite.launcher.agents.channel import Channel, unsqueeze
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 STOPPED = "T"  # The state of a process after SIGSTOP; that of one in a debugger is "t".
-# A worker that was suspended with its job may go on so much later than this process.
-RESUME_SECONDS = 2.0
+# So long a worker may be stopped: of one that is suspended with its job, this process may hear just
+# before its own turn comes, and go on long before it. That counts for less.
+RESUME_SECONDS = 4.0
 
 
 class WorkerRelay:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import SERVER, Message
 from hvdlite.ps.worker.ordered_operations import OrderedOperations
+from tests.descriptors import no_free_descriptor
 from tests.ps.cluster import Cluster, trainers, wait_until
 
 NewCluster = Callable[..., Cluster]
@@ -89,25 +88,12 @@ def test_what_waits_fails_when_its_client_is_closed_and_what_comes_later() -> No
             handle.wait()
 
 
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Let this process open nothing more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_process_connects_when_there_are_descriptors_again() -> None:
     listener = Listener(Address("127.0.0.1"), SERVER, b"a secret")
     listener.open_memory()
     client = Client(b"worker 0", b"a secret")
     try:
-        with no_descriptors():
+        with no_free_descriptor():
             connection = client.connect(listener.address, SERVER)
             client.call(lambda: connection.send(Message("beat")))
             wait_until(lambda: "open files" in connection.caller.trouble)

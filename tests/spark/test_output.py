@@ -14,7 +14,7 @@ from hvdlite.common.connections.prove import Challenge
 from hvdlite.launcher.agents.call_back import call_back
 from hvdlite.spark import output
 from hvdlite.spark.output import DriverOutput, RankOutput
-from tests.launcher.descriptors import no_free_descriptor
+from tests.descriptors import no_free_descriptor
 
 SECRET = "0123456789abcdef" * 4
 

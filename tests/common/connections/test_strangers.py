@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,6 +28,7 @@ from tests.common.connections.ends import (
     target,
     tcp,
 )
+from tests.descriptors import no_free_descriptor
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -307,26 +305,13 @@ def test_a_listener_that_was_busy_gives_those_time_whom_it_has_not_answered() ->
     host.close()
 
 
-@contextmanager
-def no_descriptors_left() -> Iterator[None]:
-    """Let this process open no more files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_without_descriptors_the_oldest_stranger_makes_room() -> None:
     loop = Loop()
     host = Host(loop)
     with strangers(host.target, 3) as crowd:
         challenge(loop, crowd[2])
         waiting = socket.socket()
-        with no_descriptors_left():
+        with no_free_descriptor():
             waiting.connect(host.target.address)
             assert challenge(loop, waiting).software == prove.OURS
         assert is_closed(loop, crowd[0]) and not is_closed(loop, crowd[1])
@@ -338,7 +323,7 @@ def test_without_any_descriptor_a_listener_waits_without_spinning_and_goes_on() 
     loop = Loop()
     host = Host(loop)
     waiting = socket.socket()
-    with no_descriptors_left():
+    with no_free_descriptor():
         waiting.connect(host.target.address)
         turns, cpu, end = 0, time.process_time(), time.monotonic() + 0.3
         while time.monotonic() < end:

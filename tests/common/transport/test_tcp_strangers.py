@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import socket
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +34,7 @@ from tests.common.transport.tcp_worlds import (
     rings,
     train,
 )
+from tests.descriptors import no_free_descriptor
 from tests.ports import free_ports
 from tests.ranks import run_threads
 from tests.worlds import InProcessMeeting, TcpWorld
@@ -252,21 +250,10 @@ def test_a_rank_that_is_pushed_out_tries_again(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rank_without_descriptors_accepts_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "PAUSE_SECONDS", 0.1)
     with open_pair() as (transports, places):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         stranger = socket.create_connection(places[0])
-        used = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
-        fillers = []
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
-        try:
-            with suppress(OSError):
-                while True:
-                    fillers.append(os.dup(0))
+        with no_free_descriptor():
             assert transports[0].receive(0.01) == []
             assert not transports[0]._connections.listener._strangers
-        finally:
-            for filler in fillers:
-                os.close(filler)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         deadline = time.monotonic() + 10
         while not transports[0]._connections.listener._strangers and time.monotonic() < deadline:
             transports[0].receive(0.02)

@@ -19,7 +19,7 @@ from hvdlite.launcher.agents import call_back
 from hvdlite.launcher.agents.call_back import Listener, own_addresses
 from hvdlite.launcher.agents.channel import Channel
 from hvdlite.launcher.processes.event_loop import EventLoop
-from tests.launcher.descriptors import no_free_descriptor
+from tests.descriptors import no_free_descriptor
 
 
 class Loop(EventLoop):
