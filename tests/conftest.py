@@ -47,22 +47,33 @@ MPI_FOLDERS = {"parallel", "launcher", "hosts"}
 HOSTS_FOLDERS = {"hosts", "slurm"}
 # Many combinations of one thing, whole trainings, or what is built: the fast loop does without.
 THOROUGH = (
+    "checkpoint/test_numpy_checkpoint.py",
     "common/api/test_collectives_matrix.py",
+    "common/api/test_reduce.py",
     "common/collectives/",
     "common/devices/nccl/",
     "common/engine/test_random_joins.py",
     "common/engine/test_random_order.py",
+    "common/engine/test_short_collectives.py",
+    "common/layouts/test_search.py",
+    "common/segmentation/test_tuner.py",
     "common/transport/test_tcp_networks.py",
     "elastic/",
     "keras/test_matrix.py",
     "ps/test_backward.py",
     "ps/test_checkpoints.py",
+    "ps/test_layout_changes.py",
+    "ps/test_loads.py",
+    "ps/test_losses_after_loads.py",
+    "ps/test_lost_leaders.py",
     "ps/test_raw.py",
     "ps/test_records.py",
     "ps/test_rows_scaling.py",
+    "ps/test_scaling.py",
     "ps/test_scenarios.py",
     "ps/test_strangers.py",
     "simulation/",
+    "test_distribution.py",
     "test_wheel.py",
 )
 KERAS_BACKEND = os.environ.get("KERAS_BACKEND", "tf")

@@ -18,11 +18,10 @@ PASSES = "def test_{name}(): pass\n"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("others", [0, 1, 6])
-def test_each_test_ends_once_where_workers_die(tmp_path: Path, others: int) -> None:
+def test_each_test_ends_once_where_workers_die(tmp_path: Path) -> None:
     """Also those of the dead worker's file, and of files that others had been handed before."""
     files = {"dies": (PASSES, DIES, PASSES), "dies_alone": (DIES,), "dies_last": (PASSES, DIES)}
-    files.update({f"other_{number}": (PASSES,) for number in range(others)})
+    files["passes"] = (PASSES,)
     for name, tests in files.items():
         lines = [test.format(name=f"{name}_{number}") for number, test in enumerate(tests)]
         (tmp_path / f"test_{name}.py").write_text("".join(lines))
@@ -34,6 +33,6 @@ def test_each_test_ends_once_where_workers_die(tmp_path: Path, others: int) -> N
         ],
         check=False, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    assert f"3 failed, {others + 3} passed" in done.stdout, done.stdout + done.stderr
+    assert "3 failed, 4 passed" in done.stdout, done.stdout + done.stderr
     for name in ("dies_1", "dies_alone_0", "dies_last_1"):
         assert f"::test_{name}'" in done.stdout
