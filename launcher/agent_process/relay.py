@@ -73,8 +73,8 @@ class WorkerRelay:
             if self._runs(number) and outside.state_of(worker.pid) == STOPPED:
                 if now - self._stopped.setdefault(number, now) >= RESUME_SECONDS:
                     self._tell_once(number, "its process was stopped")
-                continue
-            self._stopped.pop(number, None)
+            else:
+                self._stopped.pop(number, None)
             if silence.get(number, 0.0) >= self._silence_seconds:
                 why = f"it has not answered for {self._silence_seconds:g} seconds"
                 self._tell_once(number, why)

@@ -292,7 +292,7 @@ def _new_loop(job: ElasticJob) -> Any:
         loop = Loop(job.here.opened, job.here.act)
         loop.listen = listen  # type: ignore[attr-defined]
         return loop
-    return SimpleNamespace(listen=listen, awake_seconds=job.clock)
+    return SimpleNamespace(listen=listen, awake_seconds=job.world.clock)
 
 
 def stand_ins(job: ElasticJob) -> list[tuple[Any, str, Any]]:
