@@ -76,6 +76,8 @@ THOROUGH = (
     "test_distribution.py",
     "test_wheel.py",
 )
+# How the names of tests begin that take seconds of processor time, where others show nearly the same.
+HEAVY = (*(TESTS / "heavy.txt").read_text().splitlines(),)
 KERAS_BACKEND = os.environ.get("KERAS_BACKEND", "tf")
 FRAMEWORKS = {
     "gpu": "gpu",
@@ -98,7 +100,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the markers `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf`, `thorough` and `torch`.
+    """Add the markers `heavy`, `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf`, `thorough`, `torch`.
 
     The time limit that a test or its file names, or else the one of all tests, is of a machine
     that is not slow.
@@ -107,6 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for marker in markers_of[item.path]:
             item.add_marker(marker)
+        if name_of(item).startswith(HEAVY):
+            item.add_marker("heavy")
         nearest = item.get_closest_marker("timeout")
         seconds = float(nearest.args[0] if nearest else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
@@ -154,6 +158,11 @@ def pytest_collection_finish() -> None:
             return dispatch(self, *arguments)
 
     PythonAPIDispatcher.Dispatch = dispatch_alone
+
+
+def name_of(item: pytest.Item) -> str:
+    """Return the name of a test as it is in heavy.txt."""
+    return f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
 
 
 def markers(path: Path) -> Iterator[str]:

@@ -82,7 +82,6 @@ def test_a_compiler_that_does_not_know_a_variant_makes_the_others(
     assert shipped_in(built) == {name for name in shipped_for("x86_64") if "avx512" not in name}
 
 
-@pytest.mark.heavy
 def test_a_library_for_another_machine_is_none_for_this_one(aarch64_wheel: Path) -> None:
     with zipfile.ZipFile(aarch64_wheel) as archive:
         library = archive.read(SHIPPED + min(shipped_in(aarch64_wheel)))
@@ -120,7 +119,6 @@ def test_the_wheel_of_a_release_runs_on_every_linux_with_glibc(wheel: Path, tmp_
     assert shipped_in(repaired) == shipped_for(machine)
 
 
-@pytest.mark.heavy
 @needs_auditwheel
 def test_a_release_is_compiled_for_aarch64_too(aarch64_wheel: Path, tmp_path: Path) -> None:
     repaired = repair(aarch64_wheel, tmp_path)

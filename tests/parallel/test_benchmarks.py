@@ -96,7 +96,6 @@ def test_tables_are_written_into_the_page(tmp_path: Path) -> None:
     assert page.read_text() == "a page without a place for it\n"
 
 
-@pytest.mark.heavy
 def test_small_models(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the data of the example comes with scikit-learn")
     file = tmp_path / "s.json"
@@ -176,7 +175,6 @@ def test_hosts(tmp_path: Path) -> None:
     assert of_gloo[2].strip() and not of_gloo[3].strip()  # It does not run over MPI.
 
 
-@pytest.mark.heavy
 def test_compression(tmp_path: Path) -> None:
     with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
         pass

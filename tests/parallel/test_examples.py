@@ -19,7 +19,6 @@ pytestmark = pytest.mark.scripts
 NEEDS_MPIRUN = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 # One rank, where another example, or another backend of this one, shows the same.
 RARELY = pytest.mark.soak
-HEAVY = pytest.mark.heavy
 RANKS = [pytest.param(1, marks=RARELY), pytest.param(2, marks=NEEDS_MPIRUN)]
 # Without the compiled code, init fails then.
 NATIVE = {"HVDLITE_NATIVE": "on", "HVDLITE_TF_NATIVE": "on"} if find_compiler() else {}
@@ -58,13 +57,13 @@ def run(
         pytest.param("torch_digits.py", TORCH, 1, id="torch-1", marks=RARELY),
         pytest.param("torch_digits.py", TORCH, 2, id="torch-2", marks=NEEDS_MPIRUN),
         pytest.param("tf_digits.py", TENSORFLOW, 1, id="tf-1", marks=RARELY),
-        pytest.param("tf_digits.py", TENSORFLOW, 2, id="tf-2", marks=[NEEDS_MPIRUN, HEAVY]),
+        pytest.param("tf_digits.py", TENSORFLOW, 2, id="tf-2", marks=NEEDS_MPIRUN),
         pytest.param("jax_digits.py", JAX, 1, id="jax-1", marks=RARELY),
         pytest.param("jax_digits.py", JAX, 2, id="jax-2", marks=NEEDS_MPIRUN),
         pytest.param("keras_digits.py", TENSORFLOW, 1, id="keras-tf-1", marks=RARELY),
         pytest.param("keras_digits.py", TENSORFLOW, 2, id="keras-tf-2", marks=NEEDS_MPIRUN),
         pytest.param("keras_digits.py", TORCH, 1, id="keras-torch-1", marks=RARELY),
-        pytest.param("keras_digits.py", TORCH, 2, id="keras-torch-2", marks=[NEEDS_MPIRUN, HEAVY]),
+        pytest.param("keras_digits.py", TORCH, 2, id="keras-torch-2", marks=NEEDS_MPIRUN),
         pytest.param("keras_digits.py", JAX, 2, id="keras-jax-2", marks=NEEDS_MPIRUN),
     ],
 )
@@ -102,7 +101,7 @@ def test_digits_are_read_from_servers(mode: str, workers: str) -> None:
         pytest.param("elastic_torch_digits.py", TORCH, 2, marks=NEEDS_MPIRUN),
         ("elastic_tf_digits.py", TENSORFLOW, 1),
         ("elastic_keras_digits.py", TENSORFLOW, 1),
-        pytest.param("elastic_keras_digits.py", TORCH, 1, marks=HEAVY),
+        ("elastic_keras_digits.py", TORCH, 1),
         ("elastic_keras_digits.py", JAX, 1),
     ],
     ids=["torch", "torch-2", "tf", "keras-tf", "keras-torch", "keras-jax"],
@@ -176,7 +175,7 @@ def test_images_in_patches_train_as_whole_ones() -> None:
     "script, framework",
     [
         pytest.param("torch_synthetic_benchmark.py", TORCH, id="torch"),
-        pytest.param("tf_synthetic_benchmark.py", TENSORFLOW, id="tf", marks=HEAVY),
+        pytest.param("tf_synthetic_benchmark.py", TENSORFLOW, id="tf"),
     ],
 )
 def test_resnet_is_measured(ranks: int, script: str, framework: Framework) -> None:

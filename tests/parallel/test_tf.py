@@ -60,13 +60,7 @@ def test_gradients_travel_while_backward_runs_until_a_rank_is_dead(
 
 
 @pytest.mark.usefixtures("over_mpi")
-@pytest.mark.parametrize(
-    "native",
-    [
-        pytest.param("off", marks=pytest.mark.soak),
-        pytest.param("auto", marks=pytest.mark.heavy),
-    ],
-)
+@pytest.mark.parametrize("native", [pytest.param("off", marks=pytest.mark.soak), "auto"])
 def test_training_and_early_gradients_over_mpi(native: str, tmp_path: Path) -> None:
     """In the same processes, of which the first hears that the second is dead."""
     command = ranks(2, *worker("worker_tf", tmp_path / "timeline"))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("transport")
         pytest.param(2, ("spawn", "spawn"), TCP, marks=pytest.mark.soak),
         pytest.param(1, ("fork", "fork"), MPI, marks=pytest.mark.soak),
         # New processes inherit what mpirun has told their parents.
-        pytest.param(2, ("fork", "spawn"), MPI, marks=pytest.mark.heavy),
+        (2, ("fork", "spawn"), MPI),
     ],
     indirect=["transport"],
 )

@@ -43,7 +43,6 @@ def test_each_rank_has_what_one_process_has(name: str, jobs: Jobs) -> None:
     check(jobs, name, SIZES[name])
 
 
-@pytest.mark.heavy
 def test_each_rank_has_what_one_process_has_compiled(tmp_path: Path) -> None:
     check(run_all({COMPILED: 2}, tmp_path, seconds=220), COMPILED, 2)
 

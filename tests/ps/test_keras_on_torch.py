@@ -12,7 +12,6 @@ from tests.ps.sites import Site
 pytest.importorskip("keras")
 
 
-@pytest.mark.heavy
 def test_a_fit_on_pytorch_is_that_of_one_process(site: Site) -> None:
     """Workers compare with one process themselves."""
     variables = {"KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1"}

@@ -145,7 +145,6 @@ def test_workers_go_back_where_nobody_has_the_steps_of_a_killed_server(site: Sit
         assert f"sums {40 * (1.0 + 2.0)} {40 * 2.0}" in job.said(f"worker{number}")
 
 
-@pytest.mark.heavy
 def test_a_worker_that_joins_takes_part_while_another_one_stands(site: Site) -> None:
     os.mkfifo(site.folder / "go")
     words = "async", None, "sgd", 150

@@ -148,7 +148,6 @@ print("trained")
 
 
 @pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
-@pytest.mark.heavy
 @pytest.mark.timeout(200)
 def test_two_jobs_under_the_name_horovod(tmp_path: Path) -> None:
     """As Horovod's users start them; the training job ends the other, which leaves no file."""

@@ -334,7 +334,6 @@ def available_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-@pytest.mark.heavy
 def test_a_tensor_beyond_2_to_the_31_bytes() -> None:
     size = 2**31 + 7
     if available_bytes() < 3 * size:

@@ -220,7 +220,6 @@ def test_a_shell_that_prints_before_the_agent_does_no_harm(tmp_path: Path) -> No
     assert done.stderr == ""
 
 
-@pytest.mark.heavy
 def test_many_hosts_are_started(tmp_path: Path) -> None:
     before = (
         f'n=$(ls "{tmp_path}/now" | wc -l); echo $n >>"{tmp_path}/most"; mkdir "{tmp_path}/now/$$"'

@@ -76,7 +76,6 @@ def test_without_mpi_it_says_what_works_and_what_does_not(
     assert listed[f"agents on other hosts by ssh ({tmp_path}/ssh)"]
 
 
-@pytest.mark.heavy
 @needs_compiler
 def test_compiled_code_is_compiled_and_tried(tmp_path: Path) -> None:
     words = {f"{NATIVE}: compiled on this machine, as {PURE}": True}

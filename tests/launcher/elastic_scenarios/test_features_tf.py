@@ -14,7 +14,6 @@ pytestmark = pytest.mark.timeout(240)
 FLOAT16 = 2.0**-10  # Gradients are rounded to it on their way.
 
 
-@pytest.mark.heavy
 def test_traced_function_with_batch_norm_compression_and_join(site: Site) -> None:
     """It was traced on two ranks, runs on one that is left, and then with a newcomer."""
     fault = {"worker": 1, "place": "before step", "step": 3}
