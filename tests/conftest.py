@@ -76,7 +76,7 @@ THOROUGH = (
     "test_distribution.py",
     "test_wheel.py",
 )
-# How the names of tests begin that take seconds of processor time, where others show nearly the same.
+# So begin the names of tests that take seconds of processor time where others show nearly the same.
 HEAVY = (*(TESTS / "heavy.txt").read_text().splitlines(),)
 KERAS_BACKEND = os.environ.get("KERAS_BACKEND", "tf")
 FRAMEWORKS = {
