@@ -167,7 +167,7 @@ class _Attempt(Stranger):
     def _no_proof(self) -> None:
         limit = self._dial.limits.prove_seconds
         self.fail(TimeoutError(
-            f"it did not say within {limit:g} s who it is, so it is another program"
+            f"it did not say within {limit:g} s who it is: it is another program, or stopped"
         ))  # fmt: skip
 
     def _on_connected(self, events: int) -> None:

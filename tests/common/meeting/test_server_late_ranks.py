@@ -102,7 +102,7 @@ def test_a_program_that_says_nothing_may_own_the_port(monkeypatch: pytest.Monkey
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(
             HorovodInternalError,
-            match=r"who it is, so it is another program\): another program may own",
+            match=r"who it is: it is another program, or stopped\): another program may own",
         ),
     ):
         at_server(Address("127.0.0.1", silent.getsockname()[1]), 1, 2, SECRET, soon(0.4))
