@@ -90,12 +90,35 @@ class OptimizerMixin(torch.optim.Optimizer):
             hooks.start_over()
         super().zero_grad(*args, **kwargs)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do as the wrapped optimizer does, which then has the same groups and state."""
+        with same_objects(self):
+            super().load_state_dict(state_dict)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied: a copy would lack the exchange with other ranks."""
         raise TypeError(
             "a DistributedOptimizer cannot be copied or pickled: save its state_dict(), or wrap "
             "a copy of the optimizer that it was made from"
         )
+
+
+@contextmanager
+def same_objects(wrapped: Any) -> Iterator[None]:
+    """Let what is loaded inside of this block fill the groups and the state that there are.
+
+    The optimizer that was wrapped shares them: a scheduler that was made of it sets the rates there.
+    """
+    groups, state = wrapped.__dict__["param_groups"], wrapped.state
+    yield
+    for group, loaded in zip(groups, wrapped.__dict__["param_groups"], strict=True):
+        options = {**loaded}
+        group.clear()
+        group.update(options)
+    entries = {**wrapped.state}
+    state.clear()
+    state.update(entries)
+    wrapped.param_groups, wrapped.state = groups, state
 
 
 def wrap(
@@ -115,11 +138,13 @@ def wrap(
         # optimizer that was wrapped.
         if not callable(getattr(cls, name, None)):
             wrapped.__dict__[name] = value
-    optimizer.register_step_pre_hook(_refuse_other_steps(reduction))  # Both share their hooks.
+    optimizer.register_step_pre_hook(_before_steps(optimizer, reduction))  # Both share their hooks.
     return wrapped
 
 
-def _refuse_other_steps(reduction: ReductionConfig) -> Callable[..., None]:
+def _before_steps(own: Any, reduction: ReductionConfig) -> Callable[..., None]:
+    """Return a hook that refuses steps of the optimizer `own`, and lets its schedulers hear others."""
+
     def check(optimizer: Any, *arguments: Any) -> None:
         allowed = isinstance(optimizer, OptimizerMixin) and optimizer._step_allowed
         if not allowed and is_initialized() and reduction.active:
@@ -128,6 +153,7 @@ def _refuse_other_steps(reduction: ReductionConfig) -> Callable[..., None]:
                 "alone, and the ranks' weights would drift apart: call step() of the optimizer "
                 "that DistributedOptimizer has returned"
             )
+        own._opt_called = True  # As its schedulers have its step note: they warn of none.
 
     return check
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import pytest
@@ -218,6 +219,45 @@ def test_a_learning_rate_scheduler_on_the_wrapped_optimizer() -> None:
 
     run_ranks(SIZE, main)
     assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"op": hvd.Adasum}], ids=str)
+def test_a_scheduler_of_the_optimizer_that_was_wrapped_is_heard_after_a_load(
+    options: dict[str, Any], size: int
+) -> None:
+    models = [net() for _ in range(size)]
+    twins = [net() for _ in range(size)]
+
+    def steps(optimizer: Any, scheduler: Any, model: torch.nn.Module, rank: int) -> None:
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            optimizer.step()
+            scheduler.step()
+
+    def main(rank: int) -> None:
+        inner = torch.optim.SGD(models[rank].parameters(), lr=1.0, momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+        optimizer = hvd.DistributedOptimizer(inner, models[rank].named_parameters(), **options)
+        own = torch.optim.SGD(twins[rank].parameters(), lr=1.0, momentum=0.5)
+        expected = hvd.DistributedOptimizer(own, twins[rank].named_parameters(), **options)
+        for loads in (False, True):
+            if loads:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                state = hvd.elastic.TorchState(model=models[rank], optimizer=optimizer)
+                state.restore()
+            steps(optimizer, scheduler, models[rank], rank)
+            for group in expected.param_groups:
+                group["lr"] = 1.0 if not loads else 0.25
+            steps(expected, torch.optim.lr_scheduler.StepLR(expected, 1, 0.5), twins[rank], rank)
+        assert optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 0.0625
+        assert optimizer.param_groups is inner.param_groups
+        assert optimizer.state is inner.state
+
+    run_ranks(size, main)
+    for model, twin in zip(models, twins, strict=True):
+        assert torch.equal(flat(model), flat(twin))
 
 
 @pytest.mark.parametrize("passes", [2, 3])

@@ -25,6 +25,7 @@ from hvdlite.torch.ps.arrays import Target, flat_array_of, is_plain
 from hvdlite.torch.ps.embedding import ROWS, PulledRows
 from hvdlite.torch.ps.parameters import ReducedParameters, specs_of
 from hvdlite.torch.ps.updater import numbers_of
+from hvdlite.torch.subclass import same_objects
 
 TABLE = "optimizer"
 SMALL_BYTES = 1 << 14  # So small gradients are copied faster than arrays of them are made.
@@ -129,7 +130,8 @@ class PushingMixin(torch.optim.Optimizer):
         check_no_state(
             {p: state[key] for key, p in zip(keys, own, strict=False) if key in state}, self._names
         )
-        super().load_state_dict(state_dict)
+        with same_objects(self):
+            super().load_state_dict(state_dict)
 
     def _push_and_pull(self) -> None:
         self._warn_of_changes()
