@@ -186,6 +186,8 @@ class _Loop:
                     state.sync()
                     # All of it is here, whatever becomes of those who took part.
                     held = max(world.commit, state._first_commit)
+            else:  # All ranks have the same commit, or this one is alone with what it begins with.
+                held = max(held, state._first_commit)
             _settled[runtime] = world.epoch
         finally:
             state._commit_number = held
