@@ -107,7 +107,7 @@ class OptimizerMixin(torch.optim.Optimizer):
 def same_objects(wrapped: Any) -> Iterator[None]:
     """Let what is loaded inside of this block fill the groups and the state that there are.
 
-    The optimizer that was wrapped shares them: a scheduler that was made of it sets the rates there.
+    The optimizer that was wrapped shares them: its schedulers set the rates there.
     """
     groups, state = wrapped.__dict__["param_groups"], wrapped.state
     yield
@@ -143,7 +143,7 @@ def wrap(
 
 
 def _before_steps(own: Any, reduction: ReductionConfig) -> Callable[..., None]:
-    """Return a hook that refuses steps of the optimizer `own`, and lets its schedulers hear others."""
+    """Return a hook that refuses steps of the optimizer `own`; its schedulers hear of others."""
 
     def check(optimizer: Any, *arguments: Any) -> None:
         allowed = isinstance(optimizer, OptimizerMixin) and optimizer._step_allowed

@@ -197,5 +197,7 @@ def test_what_is_loaded_or_added_later_and_never_reaches_servers_is_refused(trai
         optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="give it all of them before"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    groups = optimizer.param_groups  # Which schedulers of the optimizer that was wrapped change.
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert optimizer.param_groups is groups
     assert step(weight, embedding, optimizer) == 0.5

@@ -104,6 +104,7 @@ def DistributedOptimizer(  # noqa: N802
         for name, value in vars(optimizer).items()
         if not callable(getattr(cls, name, None))
     )
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # Its schedulers see no step.
     wrapped._rest = (
         ReducedParameters(optimizer, rest, op, backward_passes_per_step) if rest else None
     )
