@@ -276,6 +276,58 @@ def test_a_loop_of_its_own_is_bitwise_that_of_one_process(job: Any, compiled: bo
     job(SGD, main)
 
 
+# Of each step: the variables of which each worker has no gradient.
+LACKS: list[tuple[set[int], set[int]]] = [(set(), set()), ({0, 1}, {0, 1}), ({0}, {0, 3})]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_no_worker_has_a_gradient_of_stays_as_it_is(job: Any, compiled: bool) -> None:
+    """As in Keras, momenta too; where another worker has one, the missing ones are zeros."""
+    new = partial(SGD, weight_decay=0.1)
+
+    def known(model: Any, worker: int, step: int) -> list[Any]:
+        found = gradients_of(model, worker, step)
+        return [None if n in LACKS[step][worker] else each for n, each in enumerate(found)]
+
+    def main(number: int) -> None:
+        model = new_model()
+        optimizer = ps.DistributedOptimizer(new())
+        optimizer.build(model.trainable_variables)
+        for step in range(3):  # Programs are made anew: other gradients are missing.
+            apply = compiled_apply(optimizer) if compiled else optimizer.apply
+            apply(known(model, number, step), model.trainable_variables)
+        assert optimizer.finished_steps == 3
+        for own, value in zip(model.get_weights(), wanted.get_weights(), strict=True):
+            np.testing.assert_array_equal(own, value)
+
+    wanted, optimizer = new_model(), new()
+    optimizer.build(wanted.trainable_variables)
+    for step in range(3):
+        means: list[Any] = []
+        for pair in zip(*(known(wanted, worker, step) for worker in range(2)), strict=True):
+            there = [each for each in pair if each is not None]
+            means.append(sum(there) * np.float32(0.5) if there else None)
+        optimizer.apply(means, wanted.trainable_variables)
+    job(new, main, 1)  # So that a block has variables with a gradient, and others.
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="Keras refuses it there: stateless_apply has all")
+def test_a_layer_that_is_frozen_between_fits_stays_as_it_is(job: Any) -> None:
+    def main(number: int) -> None:
+        model = new_model()
+        optimizer = ps.DistributedOptimizer(SGD())
+        for trainable in (True, False):
+            model.layers[0].trainable = trainable
+            before = model.get_weights()
+            model.compile(optimizer=optimizer, loss=LOSS)
+            model.fit(*data(number), batch_size=8, shuffle=False, verbose=0)
+        same = [(a == b).all() for a, b in zip(before, model.get_weights(), strict=True)]
+        assert same == [True, True, False, False]
+
+    job(SGD, main)
+
+
 def test_gradients_of_other_weights_are_refused(job: Any) -> None:
     def main(number: int) -> None:
         model = new_model(seed=number + 1)

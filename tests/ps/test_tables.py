@@ -590,6 +590,34 @@ def test_an_overflow_of_one_skips_the_step_of_all() -> None:
     assert_same(table.updater.values(), values_of(-1, 0))
 
 
+class Leaver(Momentum):
+    """Takes note of what each step is to leave as it is."""
+
+    def __init__(self) -> None:
+        self.left: list[Sequence[Sequence[slice]]] = []
+
+    def leave(self, spans: Sequence[Sequence[slice]]) -> None:
+        self.left.append(spans)
+
+
+@pytest.mark.parametrize("mode", [Mode(SYNC), Mode(ASYNC), Mode(SSP, 1)])
+def test_tensors_that_no_push_of_an_update_has_are_left_out(mode: Mode) -> None:
+    updater = Leaver()
+    described = TableDescription("t", describe_table(SPECS, blocks(), mode, average=True))
+    table, workers = Table(described, updater, incarnation=1), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    for absent in (([1], [0, 1]), ([0], [1]), ([], [0])):
+        for worker, own in zip(workers.values(), absent, strict=True):
+            for _ in range(2):  # It comes again, and does not count again.
+                deliver(table, workers, worker.push(table, {"absent": own}))
+            worker.step += 1
+    first, second = [slice(0, 5)], [slice(0, 6)]
+    of_each = [[[], second], [first, second], [first, []], [[], second], [first, []]]
+    assert updater.left == (of_each[:1] if mode.name == SYNC else of_each)
+    assert table.version == (3 if mode.name == SYNC else 6)
+
+
 @pytest.mark.parametrize("mode", [Mode(SYNC), Mode(ASYNC), Mode(ASYNC, None, "1/W")])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_a_gradient_that_is_not_finite_is_passed_on(mode: Mode, wrong: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from hvdlite.ps import context
 from hvdlite.ps.context import serve
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.table import ABSENT
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
 
@@ -169,8 +171,9 @@ class OnServers:
             else keras.ops.zeros(variable.shape, variable.dtype)
             for index, variable in enumerate(link.variables)
         ]
+        absent = [number for number in range(len(gradients)) if number not in by_index]
         try:
-            link.step(optimizer._get_current_learning_rate(), gradients)
+            link.step(optimizer._get_current_learning_rate(), gradients, absent)
         except PsRolledBack:
             self._take_loaded()
             raise
@@ -245,29 +248,35 @@ class _Link:
         """Give the variables the weights of the servers."""
         self._assign(self._pull())
 
-    def step(self, learning_rate: Any, gradients: Sequence[Any]) -> None:
-        """Push gradients and pull weights, at once or each time that a program runs."""
+    def step(self, learning_rate: Any, gradients: Sequence[Any], absent: list[int]) -> None:
+        """Push gradients and pull weights, at once or each time that a program runs.
+
+        Those of the variables `absent` are zeros: no gradient is there.
+        """
         if is_in_program():
-            self._assign(call_in_program(self._step_of_program, learning_rate, gradients))
+            step = partial(self._step_of_program, absent)
+            self._assign(call_in_program(step, learning_rate, gradients))
             return
         arrays = [np.asarray(keras.ops.convert_to_numpy(each)) for each in gradients]
         rate = np.asarray(keras.ops.convert_to_numpy(learning_rate))
-        self._assign(self._push_and_pull(rate, *arrays))
+        self._assign(self._push_and_pull(absent, rate, *arrays))
 
-    def _push_and_pull(self, rate: Any, *gradients: Array) -> list[Array]:
-        numbers = [{LEARNING_RATE: float(rate)}]
+    def _push_and_pull(self, absent: list[int], rate: Any, *gradients: Array) -> list[Array]:
+        body: dict[str, Any] = {"numbers": [{LEARNING_RATE: float(rate)}]}
+        if absent:
+            body[ABSENT] = absent
         flat = [np.ascontiguousarray(each).reshape(-1) for each in gradients]
         try:
-            self.table.push(flat, {"numbers": numbers})
+            self.table.push(flat, body)
             return self._pull()
         except PsRolledBack:
             self.table.forget_rollback()
             raise
 
-    def _step_of_program(self, rate: Any, *gradients: Array) -> list[Array]:
+    def _step_of_program(self, absent: list[int], rate: Any, *gradients: Array) -> list[Array]:
         try:
             if self.rolled_back is None:
-                return self._push_and_pull(rate, *gradients)
+                return self._push_and_pull(absent, rate, *gradients)
         except PsRolledBack as error:
             if not self.is_told:
                 raise

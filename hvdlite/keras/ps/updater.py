@@ -24,6 +24,7 @@ class KerasUpdater:
         self._optimizer: Any = None
         self._learning_rate = 0.0
         self._variables: list[Any] = []
+        self._left: Sequence[Sequence[slice]] = ()  # What the next step leaves as it is.
 
     def begin(self, values: Sequence[Array]) -> None:
         """Begin: an optimizer of Keras is built once, so each table, and each load, has one.
@@ -56,8 +57,32 @@ class KerasUpdater:
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
         if numbers:
             self._learning_rate = numbers[0][LEARNING_RATE]
+        kept, self._left = self._before(self._left), ()
         if self._variables:
             self._optimizer.apply([keras.ops.convert_to_tensor(each) for each in gradients])
+        for variable, before, spans in kept:
+            now = _array(variable)
+            for span in spans:
+                now[span] = before[span]
+            variable.assign(now)
+
+    def leave(self, spans: Sequence[Sequence[slice]]) -> None:
+        """See `LeavesOut`: each element is on its own, so that it is put back after the step."""
+        self._left = spans
+
+    def _before(self, left: Sequence[Sequence[slice]]) -> list[tuple[Any, Array, Sequence[slice]]]:
+        """Return the blocks of which something is left as it is, with their slots, as they are."""
+        own = {f"{number}": variable for number, variable in enumerate(self._variables)}
+        found = [*own.items()] if left else []
+        for variable in self._optimizer.variables if left else ():
+            match = _OF_BLOCK.fullmatch(variable.name)
+            if match is not None and variable.shape == own[match["number"]].shape:
+                found.append((match["number"], variable))
+        return [
+            (variable, _array(variable), left[int(number)])
+            for number, variable in found
+            if left[int(number)]
+        ]
 
     def state(self) -> dict[str, Array]:
         """Return it by ``BLOCK.NAME``; what is one for all blocks, each of them has."""

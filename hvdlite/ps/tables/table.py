@@ -25,9 +25,11 @@ from hvdlite.ps.tables.clocks import SYNC, Clocks
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.first_values import Start, Starts
 from hvdlite.ps.tables.gradient_pieces import PIECE, Assemblies, is_piece
-from hvdlite.ps.tables.updater import Updater, add_up, divided
+from hvdlite.ps.tables.updater import LeavesOut, Updater, add_up, divided
 
-SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
+# In the body of a push: a loss scaler has found an overflow, so no update is made; the numbers of
+# tensors without a gradient, which is one of zeros where another worker has one.
+SKIP, ABSENT = "skip", "absent"
 
 
 class TableLostError(HorovodInternalError):
@@ -73,6 +75,7 @@ class Table:
         self._pulls: dict[int, Pull] = {}
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
+        self._absent: dict[int, set[int]] = {}  # Step -> tensors that no push of it has.
         self._pieces = Assemblies(self.blocks)
         self._totals: dict[int, Array] = {}
         self._numbers: list[Mapping[str, Any]] = []
@@ -156,6 +159,7 @@ class Table:
         self.load, self._of, self.begun = turn, None, True
         self._started.clear()
         self._gradients.clear()
+        self._absent.clear()
         self._pieces = Assemblies(self.blocks)
         pulls, self._pulls = self._pulls.values(), {}
         answers = [self._answer(peer, message.request, "restarted") for peer, message in pulls]
@@ -331,10 +335,12 @@ class Table:
             self.records.begin("push", self.name, f"worker {worker}")
             if numbers := message.body.get("numbers"):
                 self._numbers = numbers
+            absent = set(message.body.get(ABSENT, ()))
             if self.clocks.mode.name == SYNC:
                 self._gradients.setdefault(message.clock, {})[worker] = gradients
+                self._absent.setdefault(message.clock, absent).intersection_update(absent)
             else:
-                self._update(gradients and self._scaled(gradients))
+                self._update(gradients and self._scaled(gradients), absent)
             self._record("push", worker, message.clock, stale, _nbytes_of(gradients or ()))
         answer = self._answer(peer, message.request, "pushed", {"stale": stale})
         return [answer, *self._go_on()]
@@ -362,7 +368,8 @@ class Table:
         """Make the updates that are complete, and answer the pulls that have waited for them."""
         if self.clocks.mode.name == SYNC:
             while (workers := self.clocks.complete()) is not None:
-                self._update(self._sum(self._gradients.pop(self.version), workers))
+                total = self._sum(self._gradients.pop(self.version), workers)
+                self._update(total, self._absent.pop(self.version))
         ready = [
             worker
             for worker, (_, message) in self._pulls.items()
@@ -430,15 +437,25 @@ class Table:
             self._totals[number] = self.blocks[number].new()
         return self._totals[number]
 
-    def _update(self, gradients: list[Array] | None) -> None:
+    def _update(self, gradients: list[Array] | None, absent: Collection[int]) -> None:
         if self.clocks.mode.name == SYNC:
             self._keep(gradients)
         self.records.begin("update", self.name)
         if gradients is not None:
+            if absent and isinstance(self.updater, LeavesOut):
+                self.updater.leave(self._spans_of(absent))
             self.updater.step(gradients, self._numbers)
             self._tell_of_state()
         self.clocks.update()
         self.records.end("update", self.name, version=self.version)
+
+    def _spans_of(self, tensors: Collection[int]) -> list[list[slice]]:
+        """Return where tensors lie in each block."""
+        first = self.described.first_key
+        return [
+            [slice(at, end) for key, _, _, at, end in block.places if key - first in tensors]
+            for block in self.blocks
+        ]
 
     def _tell_of_state(self) -> None:
         """Say what a server that was lost has cost, where the optimizer has a state at all."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -108,6 +108,14 @@ class Updater(Protocol):
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Take back what `state` has returned."""
+
+
+@runtime_checkable
+class LeavesOut(Protocol):
+    """An `Updater` that can leave elements alone, for which there is no gradient."""
+
+    def leave(self, spans: Sequence[Sequence[slice]]) -> None:
+        """Let the next `step` leave these elements of each block, and their state, as they are."""
 
 
 class Added:
