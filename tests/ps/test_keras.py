@@ -38,6 +38,9 @@ from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
 New = Callable[[], Any]
 SGD = partial(keras.optimizers.SGD, 0.1, momentum=0.9, nesterov=True)
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+ADAM = partial(
+    keras.optimizers.Adam, SCHEDULE, clipvalue=0.05, weight_decay=0.01, loss_scale_factor=4.0
+)
 
 
 class KerasServer(RunningServer):
@@ -140,9 +143,7 @@ def fitted_in_one(new: New) -> list[Any]:
     return weights
 
 
-@pytest.mark.parametrize(
-    "new", [SGD, partial(keras.optimizers.Adam, SCHEDULE, clipvalue=0.05, weight_decay=0.01)]
-)
+@pytest.mark.parametrize("new", [SGD, ADAM])
 def test_a_compiled_fit_is_that_of_one_process(new: New, job: Any) -> None:
     def main(number: int) -> None:
         model = new_model()

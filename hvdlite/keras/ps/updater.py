@@ -38,6 +38,7 @@ class KerasUpdater:
         ]
         # Schedules run on the workers, which say with each push what the rate is.
         self._optimizer.learning_rate = lambda: self._learning_rate
+        self._optimizer.loss_scale_factor = None  # Workers have divided by it.
         self._optimizer.build(self._variables)
 
     def _new_optimizer(self) -> Any:
