@@ -365,6 +365,46 @@ def test_what_servers_cannot_do_is_refused(optimizer: Any, words: str) -> None:
         ps.DistributedOptimizer(optimizer)
 
 
+SETTINGS: list[tuple[str, Any, str]] = [
+    ("momentum", 0.1, r"momentum is 0.1, and was 0.9 when .*: set it before"),
+    ("weight_decay", 0.1, "weight_decay is 0.1, and was None"),
+    ("clipnorm", 0.1, r"clipnorm is 0.1, and was None when .*: clipnorm looks at whole variables"),
+    ("use_ema", True, "use_ema is True, and was False"),
+    ("gradient_accumulation_steps", 2, "gradient_accumulation_steps is 2, and was None"),
+]
+
+
+def test_settings_that_servers_do_not_hear_of_are_refused(job: Any) -> None:
+    """Before the optimizer is built, in the next step, and in the next `fit`, compiled already."""
+
+    def main(number: int) -> None:
+        model = new_model()
+        optimizer = ps.DistributedOptimizer(SGD())
+        model.compile(optimizer=optimizer, loss=LOSS)
+        fit = partial(model.fit, *data(number), batch_size=8, shuffle=False, verbose=0)
+        step = partial(optimizer.apply, model.get_weights(), model.trainable_variables)
+        for calls in ([partial(optimizer.build, model.trainable_variables)], [fit, step]):
+            for name, value, words in SETTINGS:
+                before = getattr(optimizer, name)
+                setattr(optimizer, name, value)
+                for call in calls:
+                    with pytest.raises(ValueError, match=words):
+                        call()
+                setattr(optimizer, name, before)
+            optimizer.learning_rate = 0.01
+            fit()
+        assert optimizer.finished_steps == 6
+
+    job(SGD, main, 1)
+
+
+def test_variables_that_are_excluded_from_weight_decay_too_late_are_refused() -> None:
+    optimizer = ps.DistributedOptimizer(keras.optimizers.AdamW())
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    with pytest.raises(ValueError, match=r"pattern is re.compile.'bias'.*by name"):
+        optimizer.build(new_model().trainable_variables)
+
+
 def test_variables_with_constraints_are_refused() -> None:
     """Servers would go on with weights that no constraint has seen."""
     layer = keras.layers.Dense(3, kernel_constraint="max_norm", name="held")

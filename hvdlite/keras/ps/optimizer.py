@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,10 @@ from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
 
 TABLE = "optimizer"
+# Settings that pushes carry, or that are made use of before them, and so may change.
+_FREE = {"name", "learning_rate", "loss_scale_factor"}
+_PLAIN = (int, float, str, np.generic, type(None))
+_EXCLUDED = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -49,10 +53,12 @@ def DistributedOptimizer(  # noqa: N802
 
     - `mode`, `staleness`, `op`, `scale`: as in `hvdlite.torch.ps.DistributedOptimizer`.
 
-    Schedules of the learning rate run in the workers. Raises `NotImplementedError` for another
-    backend of Keras, and `ValueError` for an optimizer that is not of Keras 3 or that was built
-    already, for one that looks at whole variables or at all gradients, and for clipping by norms,
-    averages of weights, accumulation and loss scaling.
+    Schedules of the learning rate run in the workers. Other settings are those that the optimizer
+    has now: a change is a `ValueError` of the next `build`, ``fit`` or `apply`.
+
+    Raises `NotImplementedError` for another backend of Keras, and `ValueError` for an optimizer
+    that is not of Keras 3 or that was built already, for one that looks at whole variables or at
+    all gradients, and for clipping by norms, averages of weights, accumulation and loss scaling.
     """
     options = TableOptions.of(mode, staleness, op, scale)
     kind = kind_of(optimizer)
@@ -72,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802
     cls = metaclass(base.__name__, (OnServers, base), {"__doc__": base.__doc__})
     save_as(base, cls, kind)
     object.__setattr__(optimizer, "__class__", cls)
-    vars(optimizer)[ON_SERVERS] = _Link(options)
+    vars(optimizer)[ON_SERVERS] = _Link(options, _settings_of(optimizer))
     return optimizer
 
 
@@ -84,20 +90,7 @@ def _check(optimizer: Any) -> None:
             len(list(parts_of(optimizer))) > 1
         ),
         "it is built already: wrap it before": getattr(optimizer, "built", True),
-        "clipnorm looks at whole variables: use clipvalue, or clip before apply()": (
-            optimizer.clipnorm is not None
-        ),
-        "global_clipnorm looks at all gradients: use clipvalue, or clip before apply()": (
-            optimizer.global_clipnorm is not None
-        ),
-        "use_ema keeps averages of weights, which stay on the servers": optimizer.use_ema,
-        "gradient_accumulation_steps: add gradients up before apply()": bool(
-            optimizer.gradient_accumulation_steps
-        ),
-        "variables are excluded from weight decay by name, which shards do not have": bool(
-            getattr(optimizer, "_exclude_from_weight_decay", None)
-            or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-        ),
+        **_refusals(optimizer),
     }
     for reason, applies in objections.items():
         if applies:
@@ -108,6 +101,56 @@ def _check(optimizer: Any) -> None:
             f"{name} looks at whole variables, and a server has parts of them: give an optimizer "
             "that treats each element on its own, as SGD and Adam do"
         )
+
+
+def _refusals(optimizer: Any) -> dict[str, bool]:
+    """Return why its settings may be none that servers can step with, and whether they are so."""
+    return {
+        "clipnorm looks at whole variables: use clipvalue, or clip before apply()": (
+            optimizer.clipnorm is not None
+        ),
+        "global_clipnorm looks at all gradients: use clipvalue, or clip before apply()": (
+            optimizer.global_clipnorm is not None
+        ),
+        "use_ema keeps averages of weights, which stay on the servers": optimizer.use_ema,
+        "gradient_accumulation_steps: add gradients up before apply()": bool(
+            optimizer.gradient_accumulation_steps
+        ),
+        "variables are excluded from weight decay by name, which shards do not have": any(
+            getattr(optimizer, each, None) for each in _EXCLUDED
+        ),
+    }
+
+
+def _settings_of(optimizer: Any) -> dict[str, Any]:
+    """Return attributes that the configuration has, too, with their values."""
+    try:
+        names = optimizer.get_config().keys()
+    except (TypeError, NotImplementedError):  # It has none of its own.
+        names = keras.optimizers.Optimizer.get_config(optimizer).keys()
+    found = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name.lstrip("_") in names - _FREE and isinstance(value, _PLAIN)
+    }
+    return found | dict.fromkeys(_EXCLUDED)
+
+
+def _check_settings(optimizer: Any) -> None:
+    """Raise ValueError for a setting that has changed since it was wrapped: servers know of none.
+
+    It takes about 2 microseconds, so that each step can do it.
+    """
+    now = vars(optimizer)
+    for name, was in _link_of(optimizer).settings.items():
+        value = now.get(name)
+        if value != was and (value or was):  # None of 0 and None does anything.
+            found = _refusals(optimizer).items()
+            remedy = next((reason for reason, applies in found if applies), "set it before")
+            raise ValueError(
+                f"{type(optimizer).__name__}: {name.lstrip('_')} is {value!r}, and was {was!r} "
+                f"when ps.DistributedOptimizer gave the optimizer to the servers: {remedy}"
+            )
 
 
 class OnServers:
@@ -122,6 +165,7 @@ class OnServers:
     def build(self, variables: Any) -> None:
         """Take part with these variables, and give them the weights of the servers."""
         optimizer: Any = self
+        _check_settings(optimizer)
         if not optimizer.built:
             # Not that of the optimizer, whose state is on the servers.
             keras.src.optimizers.base_optimizer.BaseOptimizer.build(optimizer, list(variables))
@@ -145,6 +189,7 @@ class OnServers:
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Push gradients, and pull the weights that the next step needs."""
         optimizer: Any = self
+        _check_settings(optimizer)
         is_late = not optimizer.built and trainable_variables is not None and not is_in_program()
         if is_late:
             variables = list(trainable_variables)
@@ -191,6 +236,7 @@ class _RollbackTeller(keras.callbacks.Callback):
         self._optimizer = optimizer
 
     def on_train_begin(self, logs: Any = None) -> None:
+        _check_settings(self._optimizer)  # Steps that were compiled before do not.
         link = _link_of(self._optimizer)
         link.is_told = True
         if self._optimizer.built:
@@ -212,8 +258,9 @@ class _RollbackTeller(keras.callbacks.Callback):
 class _Link:
     table: RemoteTable
 
-    def __init__(self, options: TableOptions) -> None:
+    def __init__(self, options: TableOptions, settings: Mapping[str, Any]) -> None:
         self._options = options
+        self.settings = settings  # Of the optimizer, as servers have it.
         self.is_told = False  # A `_RollbackTeller` is at work.
         self.rolled_back: PsRolledBack | None = None  # Of which it has not told yet.
         self.model: Callable[[], Any] = lambda: None  # The one that `fit` trains.
