@@ -462,6 +462,17 @@ def test_state_of_blocks_goes_to_other_servers() -> None:
     np.testing.assert_allclose(first.values()[0], undisturbed.values()[0], rtol=1e-6)
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="its arrays have 32 bits by default")
+def test_rates_of_float64_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.src.backend.config, "_FLOATX", "float64")
+    updater, gradient = KerasUpdater(SGD()), np.random.default_rng(0).normal(size=9)
+    updater.begin([np.ones(9)])
+    updater.step([gradient], [{"learning_rate": 0.1}])
+    alone = keras.Variable(np.ones(9), dtype="float64")
+    SGD().apply([keras.ops.convert_to_tensor(gradient)], [alone])
+    np.testing.assert_array_equal(updater.values()[0], alone.numpy())
+
+
 def test_a_server_goes_on_after_a_snapshot() -> None:
     new = partial(keras.optimizers.Adam, 0.1)
     undisturbed, before, after = (KerasUpdater(new()) for _ in range(3))

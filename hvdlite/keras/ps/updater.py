@@ -37,9 +37,14 @@ class KerasUpdater:
             for number, array in enumerate(values)
         ]
         # Schedules run on the workers, which say with each push what the rate is.
-        self._optimizer.learning_rate = lambda: self._learning_rate
+        self._optimizer.learning_rate = self._rate
         self._optimizer.loss_scale_factor = None  # Workers have divided by it.
         self._optimizer.build(self._variables)
+
+    def _rate(self) -> Any:
+        """Return the rate as Keras has it: TensorFlow would round a number of Python to float32."""
+        wide = keras.backend.floatx() == "float64"
+        return keras.ops.convert_to_tensor(self._learning_rate, "float64" if wide else "float32")
 
     def _new_optimizer(self) -> Any:
         try:
