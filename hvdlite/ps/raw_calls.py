@@ -104,18 +104,23 @@ class RawCalls:
             raise TypeError("start takes a name and an array, or a mapping of names to arrays")
         worker, options = _worker(), TableOptions.of(mode, staleness, op, scale)
         if not isinstance(name, Mapping):
-            _start(worker, name, self._native(array), options)
+            _start(worker, name, self._native(name, array), options)
             return
-        values = {each: self._native(value) for each, value in name.items()}
+        values = {each: self._native(each, value) for each, value in name.items()}
         specs = {_key(each): [_spec_of(each, value)] for each, value in values.items()}
         new = sorted(specs.keys() - worker.named.keys())
         worker.announce({each: specs[each] for each in new}, options)
         for each, value in values.items():
             _start(worker, each, value, options)
 
-    def _native(self, tensor: Any) -> Array:
+    def _native(self, name: str, tensor: Any) -> Array:
         """Return an array whose bytes are in the order of this machine."""
         value = self._array(tensor)
+        if value.dtype.hasobject:  # As numpy takes what it knows nothing of.
+            raise TypeError(
+                f"{name!r} is given as {type(tensor).__name__}, which is no array of numbers: give "
+                "a dense one, or some of its rows to push_rows(name, ids, rows)"
+            )
         native = value.dtype.isnative
         return value if native else value.astype(value.dtype.newbyteorder("="))
 
@@ -143,10 +148,11 @@ class RawCalls:
     def push_async(self, name: str, array: Any) -> int:
         """Begin to add an array to the tensor `name`; return a handle.
 
-        The array may be changed when this returns. Raises ValueError for another dtype or shape
-        than that of the tensor, and `HorovodInternalError` where another worker has begun it so.
+        The array may be changed when this returns. Raises TypeError for what is no array, such as
+        `tf.IndexedSlices`, ValueError for another dtype or shape than that of the tensor, and
+        `HorovodInternalError` where another worker has begun it so.
         """
-        worker, value = _worker(), self._native(array)
+        worker, value = _worker(), self._native(name, array)
         table = worker.named.get(_key(name))
         if table is None:
             known = _find(worker, name)

@@ -55,6 +55,11 @@ def test_tensors_and_rows_are_pushed_and_pulled(
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, array + 0.5)
 
+    if name == "tf":
+        slices = tf.IndexedSlices(tf.ones((1, 3)), tf.constant([1]), tf.constant([2, 3]))
+        for call in (ps.push, ps.start):
+            with pytest.raises(TypeError, match=r"'begun' is given as IndexedSlices.* push_rows"):
+                call("begun", slices)
     ps.start_rows("rows", 10, 3, initializer="zeros")
     ps.push_rows("rows", tensor(np.array([7, 2, 7])), tensor(np.ones((3, 3), np.float32)))
     rows = pulled(ps.synchronize(ps.pull_rows_async("rows", tensor(np.array([2, 3, 7])))))
