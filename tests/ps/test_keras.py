@@ -414,6 +414,23 @@ def test_variables_with_constraints_are_refused() -> None:
         model.fit(np.zeros((2, 4)), np.zeros((2, 3)), verbose=0)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA of JAX calls Python")
+def test_a_step_that_xla_of_tensorflow_compiles_is_refused(job: Any) -> None:
+    import tensorflow as tf
+
+    def main(_: int) -> None:
+        model = new_model()
+        optimizer = ps.DistributedOptimizer(SGD())
+        optimizer.build(model.trainable_variables)
+        gradients = [tf.zeros_like(each) for each in model.get_weights()]
+        with pytest.raises(ValueError, match=r"make the tf.function without jit_compile, or call"):
+            tf.function(optimizer.apply, jit_compile=True)(gradients)
+        tf.function(optimizer.apply)(gradients)
+        assert optimizer.finished_steps == 1
+
+    job(SGD, main, 1)
+
+
 def test_a_loss_scaler_around_it_is_refused() -> None:
     model = new_model()
     scaler = keras.optimizers.LossScaleOptimizer(ps.DistributedOptimizer(SGD()))

@@ -42,11 +42,18 @@ def outside_of_programs() -> AbstractContextManager[Any]:
 def call_in_program(function: Function, number: Any, tensors: Sequence[Any]) -> Sequence[Any]:
     """Let the program call ``function(number, *tensors)``, and return tensors like these.
 
-    The function has arrays of numpy. Programs of JAX call it in the order in which they run.
+    The function has arrays of numpy. Programs of JAX call it in the order in which they run. Raises
+    `ValueError` for one that XLA of TensorFlow compiles.
     """
     if backend_of(keras) == "tensorflow":
         import tensorflow as tf
+        from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+        if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise ValueError(
+                "XLA of TensorFlow cannot compile a step that servers make: make the tf.function "
+                "without jit_compile, or call optimizer.apply outside of it"
+            )
         operands = [tf.convert_to_tensor(number), *tensors]
         found: Sequence[Any] = tf.numpy_function(
             function, operands, [tensor.dtype for tensor in tensors]
