@@ -94,7 +94,14 @@ class Driver:
         self._advance(now)
 
     def discovered(self, hosts: dict[str, int], now: float) -> None:
-        """Take the slots of all hosts that are there, in order. No change needs no call."""
+        """Take the slots of all hosts that are there, in order. No change needs no call.
+
+        Where there were hosts, an answer without any is none: a file that is being rewritten is
+        empty for a moment, and whoever wants to end the job has other ways.
+        """
+        if self._hosts.found and not any(hosts.values()):
+            self.discovery_failed("it shows no host", now)
+            return
         if self._discovery_error:
             self._say("discovery answers again")
             self._discovery_error = ""

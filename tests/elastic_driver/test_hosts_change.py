@@ -179,9 +179,9 @@ def test_the_newest_commit_is_handed_over() -> None:
 
 
 def test_nobody_is_waited_for_when_no_host_is_left() -> None:
-    job = running({"a": 2, "b": 1}, num_proc=3)
-    job.discover({"b": 1})
-    job.discover({})
+    job = running({"a": 2, "b": 1}, num_proc=3, failures_by_host=True)
+    job.kill(2)
+    job.discover({"b": 1})  # It is given up for good, so nobody can take over.
     job.pass_checks()
     assert job.finish is not None
     assert (job.finish.code, job.finish.sentence) == (1, "No hosts from previous set remaining")
@@ -301,6 +301,21 @@ def test_a_later_discovery_that_fails_is_a_warning() -> None:
     ]
     grow(job)
     assert job.hosts == "aab"
+
+
+@pytest.mark.parametrize("empty", [{}, {"a": 0}])
+def test_an_answer_without_a_host_is_a_discovery_that_fails(empty: dict[str, int]) -> None:
+    job = running({"a": 2, "b": 1})
+    for hosts in (empty, empty, {"a": 2, "b": 1}, {"b": 1}, empty):
+        job.discover(hosts)
+    failed = "discovery failed, so the hosts are taken to be as they were: it shows no host"
+    assert [line for line in job.lines if "discovery" in line] == [
+        failed,
+        "discovery answers again",
+        failed,
+    ]
+    job.pass_checks()
+    assert (job.hosts, job.finish) == ("b", None)  # The removal before it holds.
 
 
 def test_the_first_start_waits_for_enough_slots() -> None:
