@@ -169,6 +169,9 @@ class Driver:
                 self._worlds.checks(worker, counter, passed)
             case [frames.LATE, int(epoch), [*late]]:
                 self._losses.give_up_late(epoch, late, now)
+            case [frames.ERROR, int(epoch), str(text)]:
+                self._worlds.note_error(worker, epoch, text)
+                return  # It is ready next.
             case [frames.BYE]:
                 together = worker.said_bye = True
         if self._requirements.others_are_late():
@@ -367,12 +370,15 @@ class Driver:
 
     def _judge(self, now: float) -> bool:
         """Give up what fails again and again; return whether the next world may begin."""
+        error = self._worlds.error()
+        if error and self._worlds.world:
+            self._failures.note_error(self._worlds.world.epoch)
         fails = self._failures.script_fails()
         if self._losses.unwinding and (fails or self._beyond_limit):
             return False  # The job ends with the traceback, and with the exit code.
         if fails:
             resets = f"{RESETS_AFTER_EXCEPTIONS} resets without a new commit"
-            sentence = f"the script failed again after {resets}: {self._losses.text}"
+            sentence = f"the script failed again after {resets}: {self._losses.text or error}"
             self._finish(self._losses.code, sentence)
             return False
         self._losses.exclude_unreliable_hosts(now)

@@ -42,6 +42,10 @@ class Failures:
         if failure.exception and failure.was_member:
             self._script_failed_in.add(failure.epoch)
 
+    def note_error(self, epoch: int) -> None:
+        """Note that an error of the script has undone world `epoch`, without a loss."""
+        self._script_failed_in.add(epoch)
+
     def failed(self, host: str, slot: int) -> bool:
         """Return whether a worker of the slot has ever failed."""
         return (host, slot) in self._slots
@@ -70,7 +74,7 @@ class Failures:
         return len(broken) >= WORLDS_BROKEN
 
     def script_fails(self) -> bool:
-        """Return whether exceptions have undone too many worlds without a commit in between."""
+        """Return whether errors have undone too many worlds without a commit in between."""
         return len(self._script_failed_in) > RESETS_AFTER_EXCEPTIONS
 
     def _recent(self, host: str, now: float) -> list[SlotFailure]:

@@ -60,6 +60,7 @@ class WorldChanges:
         self.line: list[int] = []  # The ranks, with those that have returned at their places.
         self._rounds = ExchangeRounds(())
         self._counter = 0
+        self._error = ""  # The first one by which a rank has left the world while it was whole.
 
     # -- who is who
 
@@ -120,6 +121,20 @@ class WorldChanges:
             self.reset.left.add(worker.number)
         if all(each.number in self.reset.left for each in self.living_members()):
             self.reset.regroup_at = now  # Nobody was lost, and nobody is left to be told.
+
+    def note_error(self, worker: Worker, epoch: int, text: str) -> None:
+        """Note by which error of its script a rank leaves the world, which is whole."""
+        if self.world is not None and self.world.epoch == epoch and not self._error:
+            self._error = f"{lines.name(worker, self.world)} raised {text}"
+
+    def error(self) -> str:
+        """Return by which error the world broke, where no rank was lost and none has returned."""
+        reset = self.reset
+        if not self._error or reset is None or not reset.regrouped or reset.losses:
+            return ""
+        if any(self._workers[number].stage is Stage.RETURNED for number in self.members):
+            return ""
+        return f"no rank was lost, but {self._error}"
 
     def gather(self, worker: Worker, epoch: int, round_: int, body: bytes) -> None:
         """Take a rank's part of a round of the world's meeting."""
@@ -210,7 +225,7 @@ class WorldChanges:
         world = make_world(old.epoch + 1 if old else 1, chosen, self.committed)
         kept = [each.number for each in self.kept()]
         self.line = keep_order(self.line or kept, kept, world.members)
-        self.world, self.reset = world, None
+        self.world, self.reset, self._error = world, None, ""
         self.member_set = frozenset(world.members)
         self._rounds = ExchangeRounds(world.members)
         self._placement.note_world(world.members, world.hosts)

@@ -133,6 +133,18 @@ def test_a_death_while_the_ranks_of_a_world_meet(tmp_path: Path, answered: int) 
         stop(workers, 2)
 
 
+def test_only_an_error_that_breaks_a_whole_world_is_told(tmp_path: Path) -> None:
+    """That of a rank whose peer was killed is no error of the script."""
+    with job(tmp_path, 2, "worker_errors") as workers:
+        driver = workers.driver
+        driver.size = 1
+        workers.wait_for(0, lambda line: line["size"] == 2)
+        workers.kill(1)
+        told = ["error", 2, "HorovodInternalError: by the script"]
+        driver.wait_for(lambda: (0, told) in driver.messages)
+        assert [each for _, each in driver.messages if each[0] == "error"] == [told]
+
+
 def test_the_end_of_the_driver_ends_the_workers(tmp_path: Path) -> None:
     with job(tmp_path, 2, MODULE) as workers:
         workers.wait_for(0, in_world(1, step=3))

@@ -394,6 +394,56 @@ def test_exceptions_with_commits_in_between_end_no_job() -> None:
     assert job.finish is None
 
 
+def leave_by_error(job: JobByHand, numbers: list[int], *, whole: bool = True) -> None:
+    """Let ranks leave their world by errors; where it was `whole`, the first one is the script's.
+
+    Nobody was lost.
+    """
+    if whole:
+        text = "HorovodInternalError: bad batch 17"
+        job.event("worker_said", numbers[0], ["error", job.worlds[-1][0], text])
+    for number in numbers:
+        job.ready(number)
+    job.wait(0.1)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_errors_that_break_world_after_world_without_a_loss_end_the_job(ranks: int) -> None:
+    job = running({"a": 3}, num_proc=3)
+    for epoch in (1, 2, 3, 4):
+        assert (job.worlds[-1][0], job.finish) == (epoch, None)
+        leave_by_error(job, job.members[-ranks:])
+    code, sentence = finished(job)
+    assert code == 1
+    first = f"rank {3 - ranks} (host a) raised HorovodInternalError: bad batch 17"
+    resets = "the script failed again after 3 resets without a new commit"
+    assert sentence == f"{resets}: no rank was lost, but {first}"
+
+
+def test_a_network_that_breaks_world_after_world_ends_no_job() -> None:
+    job = running({"a": 1, "b": 1}, num_proc=2)
+    for epoch in range(1, 21):
+        leave_by_error(job, job.members, whole=epoch == 1)
+    assert (job.worlds[-1][0], job.finish) == (21, None)
+
+
+def test_errors_without_a_loss_and_with_commits_in_between_end_no_job() -> None:
+    job = running({"a": 2}, num_proc=2)
+    for commit in range(5, 15):
+        leave_by_error(job, job.members)
+        job.commit(commit)
+    assert (job.worlds[-1][0], job.finish) == (11, None)
+
+
+def test_ranks_that_lose_their_peers_by_early_returns_end_no_job() -> None:
+    job = running({"a": 8}, num_proc=8)
+    while len(job.members) > 1:
+        job.end(job.members[-1], 0)
+        leave_by_error(job, job.members[:1])
+    job.return_all()
+    assert finished(job) == (0, "")
+
+
 def test_a_host_that_was_silent_is_used_again_when_its_workers_have_ended() -> None:
     """Its agent may find later than the launcher that it was cut off, and lets them end."""
     job = running({"a": 1, "b": 1}, num_proc=2, host_timeout_seconds=10.0)

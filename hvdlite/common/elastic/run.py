@@ -143,6 +143,8 @@ class _Loop:
             except Exception as error:
                 if not self._is_loss(error) or self._is_final():
                     raise
+                if DEPARTED not in str(error):  # Else another rank has left first.
+                    worlds.tell_error(error)
                 self._state.restore()
                 self._skip_sync = False
             joins = True

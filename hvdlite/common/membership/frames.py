@@ -11,6 +11,7 @@ which the worker claims its number. Then come messages over a link, beats of the
 | GATHER epoch round body | One round of the exchange by which the ranks of the world meet; rounds are numbered from 0. |
 | CHECKS counter count | The answer to NOTICE: how many checks of its world the worker has passed. |
 | LATE epoch numbers | These members of the world `epoch` have not submitted what the others wait for, within the shutdown time of the stall inspector. |
+| ERROR epoch text | The worker leaves the world `epoch` by an error of its script, as no rank was lost: READY follows. |
 | BYE | The last frame of a worker whose script is done with the job. Its process may go on. |
 
 | driver -> worker | |
@@ -37,7 +38,7 @@ from hvdlite.common.base.errors import ProtocolError
 HELLO, READY, GATHER, CHECKS = "hello", "ready", "gather", "checks"
 NEWCOMER, WORLD, BODIES, REGROUP = "newcomer", "world", "bodies", "regroup"
 SEEN, NOTICE, RAISE, END = "seen", "notice", "raise", "end"
-LATE, BYE = "late", "bye"
+LATE, ERROR, BYE = "late", "error", "bye"
 
 DRIVER, WORKER = "elastic driver", "elastic worker"  # The ends of a connection.
 BEAT_SECONDS = 1.0
@@ -132,8 +133,8 @@ def is_from_worker(message: Sequence[Any]) -> bool:
     match message:
         case [str(kind), int()] if kind == HELLO:
             return True
-        case [str(kind), int(), int()] if kind in (READY, CHECKS):
-            return True
+        case [str(kind), int(), int() | str() as last] if kind in (READY, CHECKS, ERROR):
+            return isinstance(last, str) == (kind == ERROR)
         case [str(kind), int(), int(), bytes()] if kind == GATHER:
             return True
         case [str(kind), int(), [*numbers]] if kind == LATE:

@@ -146,6 +146,10 @@ class DriverLink:
         """Tell which workers the others of the world `epoch` have waited for too long."""
         self._send(frames.LATE, epoch, list(numbers))
 
+    def tell_error(self, epoch: int, text: str) -> None:
+        """Tell by which error this worker leaves the world `epoch`, of which no rank was lost."""
+        self._send(frames.ERROR, epoch, text)
+
     def wait_for_world(self) -> World | Newcomer:
         """Return the next world, or the expected place if the answer to the hello says to wait.
 

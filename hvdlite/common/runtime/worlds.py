@@ -19,8 +19,11 @@ __all__ = [
     "elastic",
     "next_world",
     "on_hosts_seen",
+    "tell_error",
     "world_is_broken",
 ]
+
+MOST_TEXT = 500  # Characters of an error that the driver is told.
 
 
 def elastic() -> bool:
@@ -57,6 +60,13 @@ def check() -> int | None:
     """
     worker = this_process.worker
     return None if worker is None or worker.world is None else worker.check()
+
+
+def tell_error(error: Exception) -> None:
+    """Tell the driver by which error this worker leaves its world, unless that is broken."""
+    worker = this_process.worker
+    if worker is not None and worker.world is not None and not world_is_broken():
+        worker.link.tell_error(worker.epoch, f"{type(error).__name__}: {error}"[:MOST_TEXT])
 
 
 def on_hosts_seen(callback: Callable[[int, int], None]) -> None:

@@ -305,6 +305,7 @@ def test_foreigners_do_not_disturb(driver: FakeDriver, attack: bytes) -> None:
         ["hello", None],
         ["shutdown", 1],
         ["late", 1, [None]],
+        ["error", 1, None],
     ],
     ids=str,
 )

@@ -193,7 +193,12 @@ def run_once(site: Site, when: str, fail: str, min_np: int = 2) -> tuple[int, li
     return code, results, watch.err[-1]
 
 
-@pytest.mark.parametrize("fail", ["raise ValueError('bad batch')", "os.kill(os.getpid(), 9)"])
+INTERNAL = "raise hvd.HorovodInternalError('bad batch')"  # No rank is lost by it.
+
+
+@pytest.mark.parametrize(
+    "fail", ["raise ValueError('bad batch')", INTERNAL, "os.kill(os.getpid(), 9)"]
+)
 def test_a_failure_of_one_rank_is_made_good(site: Site, fail: str) -> None:
     when = "hvd.rank() == 1 and not marker.exists()"
     code, results, _ = run_once(site, when, fail)
@@ -206,10 +211,20 @@ def test_an_exception_on_every_rank_ends_the_job(site: Site) -> None:
     assert "ValueError: bad batch" in last
 
 
-def test_an_exception_that_comes_again_ends_the_job(site: Site) -> None:
-    code, results, last = run_once(site, "hvd.rank() == 0", "raise ValueError('bad batch')")
+@pytest.mark.parametrize(
+    ("when", "fail", "error"),
+    [
+        ("hvd.rank() == 0", "raise ValueError('bad batch')", "ValueError"),
+        ("hvd.rank() == 0", INTERNAL, "HorovodInternalError"),
+        ("True", INTERNAL, "HorovodInternalError"),
+    ],
+)
+def test_an_exception_that_comes_again_ends_the_job(
+    site: Site, when: str, fail: str, error: str
+) -> None:
+    code, results, last = run_once(site, when, fail)
     assert (code, results) == (1, [])
-    assert "ValueError: bad batch" in last and "3 resets without a new commit" in last
+    assert f"{error}: bad batch" in last and "3 resets without a new commit" in last
 
 
 def test_a_rank_that_exits_early_leaves_the_rest_to_the_others(site: Site) -> None:
