@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 WINDOW_SECONDS = 60.0
@@ -29,16 +29,22 @@ class SlotFailure:
 
 
 class Failures:
-    """The failures since the last commit. `exception`: the script failed, and not the machine."""
+    """The failures since the last commit, and those of each slot since it made progress itself.
+
+    `exception`: the script failed, and not the machine.
+    """
 
     def __init__(self) -> None:
         self._failures: list[SlotFailure] = []
         self._script_failed_in: set[int] = set()
-        self._slots: set[tuple[str, int]] = set()
+        self._rows: dict[tuple[str, int], list[SlotFailure]] = {}  # In a row, by host and slot.
 
     def add(self, failure: SlotFailure) -> None:
         self._failures.append(failure)
-        self._slots.add((failure.host, failure.slot))
+        row = self._rows.setdefault((failure.host, failure.slot), [])
+        if row and failure.time > row[-1].time + WINDOW_SECONDS:
+            row.clear()
+        row.append(failure)
         if failure.exception and failure.was_member:
             self._script_failed_in.add(failure.epoch)
 
@@ -48,19 +54,25 @@ class Failures:
 
     def failed(self, host: str, slot: int) -> bool:
         """Return whether a worker of the slot has ever failed."""
-        return (host, slot) in self._slots
+        return (host, slot) in self._rows
 
     def progressed(self, epoch: int) -> None:
-        """Forget what failed before world `epoch`: the ranks committed something in it."""
+        """Forget what failed before world `epoch`: a rank committed something in it."""
         self._failures = [each for each in self._failures if each.epoch >= epoch]
         self._script_failed_in = {each for each in self._script_failed_in if each >= epoch}
 
+    def took_part(self, epoch: int, slots: Iterable[tuple[str, int]]) -> None:
+        """Forget which workers of `slots` failed before world `epoch`: later ones trained in it."""
+        for slot in slots:
+            if slot in self._rows:
+                self._rows[slot] = [each for each in self._rows[slot] if each.epoch >= epoch]
+
     def retry_time(self, host: str, slot: int, now: float) -> float:
         """Return when the slot's next worker may start: at once, then after 1, 2, 4... seconds."""
-        times = [each.time for each in self._recent(host, now) if each.slot == slot]
-        if len(times) < 2:
+        row = self._rows.get((host, slot), [])
+        if len(row) < 2:
             return now
-        return min(times[-1] + min(2.0 ** (len(times) - 2), LONGEST_DELAY_SECONDS), now + 60)
+        return row[-1].time + min(2.0 ** min(len(row) - 2, 12), LONGEST_DELAY_SECONDS)
 
     def cannot_start(self, host: str, now: float) -> bool:
         """Return whether the host, which has no rank, has failed to start workers too often."""

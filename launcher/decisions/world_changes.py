@@ -105,6 +105,10 @@ class WorldChanges:
         if commit > self.committed:
             self.committed = commit
             self._failures.progressed(epoch)
+            # A first commit may have come before a rank heard that another one had failed at once.
+            if epoch == self.world.epoch and commit > self.world.commit + 1:
+                members = [self._workers[each] for each in self.members]
+                self._failures.took_part(epoch, [(each.host, each.slot) for each in members])
         if self.reset is not None and self.reset.complete:
             if not self.reset.interrupted:
                 self.reset.interrupted = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.launcher.decisions.commands import READY, WAIT
+from hvdlite.launcher.decisions.failures import Failures, SlotFailure
 from tests.simulation.elastic.by_hand import JobByHand, finished, running
 
 
@@ -324,9 +325,46 @@ def test_a_slot_is_tried_again_at_once_and_then_ever_later() -> None:
     assert len(job.worlds) == 2  # newcomers disturb nobody
 
 
-def test_a_slot_that_failed_long_ago_or_before_a_commit_is_tried_at_once() -> None:
+@pytest.mark.parametrize(("commits", "seconds"), [(2, 0), (0, 61)])
+def test_newcomers_that_always_fail_come_ever_later_although_the_others_commit(
+    commits: int, seconds: float
+) -> None:
+    """One commit of the others in such a world is no progress: they hear of the failure after.
+
+    What ends it are more commits, or a minute without a failure.
+    """
+    job = running({"a": 2}, num_proc=2)
+    alone = job.processes[0]
+    for delay in (0, 1, 2, 4, 8, 16, 30, 30, 30):
+        alone.commit += 1
+        started = len(job.processes)
+        job.kill(job.members[1])
+        if delay:
+            job.wait(delay - 0.1)
+            assert len(job.processes) == started
+            job.wait(0.2)
+        assert len(job.processes) == started + 1
+        alone.commit += 1
+        job.newcomers_ready()
+        job.pass_checks()
+        assert len(job.members) == 2
+    alone.commit += commits
+    job.wait(seconds)
+    job.kill(job.members[1])
+    assert len(job.processes) == started + 2
+
+
+def test_a_slot_that_fails_all_day_is_still_tried_again() -> None:
+    failures = Failures()
+    for hour in range(24):
+        for now in range(hour * 3600, (hour + 1) * 3600, 30):
+            failures.add(SlotFailure("a", 0, 1, now, was_member=True, exception=False))
+        assert failures.retry_time("a", 0, now) == now + 30
+
+
+def test_a_slot_in_whose_world_was_progress_is_tried_at_once() -> None:
     job = running({"a": 3}, num_proc=3)
-    for commit in range(5, 25):
+    for commit in range(6, 46, 2):
         job.kill(job.members[-1])
         job.newcomers_ready()
         job.pass_checks()
