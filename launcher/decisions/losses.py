@@ -240,12 +240,25 @@ class Losses:
         if all(each.done for each in members):
             return self._success()
         if self.members():
-            text = f"no rank of world {worlds.world.epoch} is left: {self.text}"
+            text = f"no rank of world {worlds.world.epoch} is left: {self._last_words(members)}"
             remedy = f". {NOT_ELASTIC_SCRIPT}" if self.not_handled() else ""
             return Finish(self.code, text + remedy, ())
         if any(each.stage is Stage.RETURNED for each in members):
             return self._success()
         return Finish(1, NO_PREVIOUS_HOSTS, ())
+
+    def _last_words(self, members: Sequence[Worker]) -> str:
+        """Return who was lost and why, and which of the members were done before that."""
+        world, done = self._worlds.world, [each for each in members if each.done]
+        lost = [each for each in self.lost if not each.done]
+        if world is None or not done or not lost:
+            return self.text
+        ranks = lines.spans(world.rank(each.number) for each in done)
+        who = f"rank {ranks} is" if len(done) == 1 else f"ranks {ranks} are"
+        return (
+            f"{who} done, as the script has ended there; {lines.ended(lost, world)}, before the "
+            "script had ended there, and nobody is left that could go on instead"
+        )
 
     def _before_the_first_world(self, now: float) -> Finish | None:
         """End the job when its first workers have all ended, or can start nowhere."""

@@ -161,6 +161,17 @@ def test_a_worker_that_says_bye_may_take_long_to_end() -> None:
     assert finished(job)[0] == 0
 
 
+def test_a_worker_that_is_killed_after_its_bye_is_named_as_done() -> None:
+    job = running({"a": 2}, num_proc=2)
+    job.busy.add(1)
+    leave(job, 0)
+    job.kill(0)
+    job.kill(1)
+    sentence = finished(job)[1]
+    assert "rank 0 is done" in sentence and "rank 0 (host" not in sentence
+    assert "rank 1 (host a[1]) was lost" in sentence
+
+
 def test_a_worker_that_says_bye_and_never_ends_does_not_stop_the_others() -> None:
     job = running({"a": 3}, num_proc=3)
     leave(job, 0)

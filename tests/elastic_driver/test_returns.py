@@ -38,6 +38,23 @@ def test_the_only_worker_with_the_state_returns() -> None:
     assert "rank 1 (host a[1]) was lost" in sentence
 
 
+@pytest.mark.parametrize(
+    ("done", "who"), [([0], "rank 0 is"), ([0, 2], "ranks 0, 2 are"), ([0, 1], "ranks 0-1 are")]
+)
+def test_the_end_names_who_was_done_and_who_was_lost_after_that(done: list[int], who: str) -> None:
+    job = running({"a": len(done) + 1})
+    for number in done:
+        job.end(number, 0)
+    (last,) = set(job.members) - set(done)
+    job.kill(last)
+    assert finished(job) == (
+        137,
+        f"no rank of world 1 is left: {who} done, as the script has ended there; rank {last} (host "
+        f"a[{last}]) was lost: killed by signal 9 (exit code 137), before the script had ended "
+        "there, and nobody is left that could go on instead",
+    )
+
+
 def test_an_early_return_is_told_and_kept() -> None:
     job = running({"a": 3}, num_proc=3, min_np=3)
     job.end(0, 0)
