@@ -112,7 +112,8 @@ class _SparkJob(DirectJob):
         for number in [number for number, host in self.hosts.items() if host == name]:
             self.hosts.pop(number)
         self.driver.agent_lost(name, "its task of Spark has ended", False, self.now())
-        self._show_hosts()
+        if self._tasks:  # An answer without any host would be taken for one that has failed.
+            self._show_hosts()
 
     def _received(self, _name: str, kind: str, fields: list[Any]) -> None:
         number = fields[0]
