@@ -105,11 +105,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The time limit that a test or its file names, or else the one of all tests, is of a machine
     that is not slow.
     """
-    markers_of = {path: [*markers(path.relative_to(TESTS))] for path in {i.path for i in items}}
+    names = {path: path.relative_to(TESTS) for path in {item.path for item in items}}
+    markers_of = {path: [*markers(name)] for path, name in names.items()}
+    heavy_in = {path: heavy_names(name) for path, name in names.items()}
     for item in items:
         for marker in markers_of[item.path]:
             item.add_marker(marker)
-        if name_of(item).startswith(HEAVY):
+        if item.name.startswith(heavy_in[item.path]):
             item.add_marker("heavy")
         nearest = item.get_closest_marker("timeout")
         seconds = float(nearest.args[0] if nearest else config.getini("timeout"))
@@ -160,9 +162,10 @@ def pytest_collection_finish() -> None:
     PythonAPIDispatcher.Dispatch = dispatch_alone
 
 
-def name_of(item: pytest.Item) -> str:
-    """Return the name of a test as it is in heavy.txt."""
-    return f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
+def heavy_names(path: Path) -> tuple[str, ...]:
+    """Return how the names of the heavy tests in a file begin; its path is as of `markers`."""
+    file = f"{path.as_posix()}::"
+    return tuple(each.removeprefix(file) for each in HEAVY if each.startswith(file))
 
 
 def markers(path: Path) -> Iterator[str]:
