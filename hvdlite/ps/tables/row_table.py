@@ -117,17 +117,9 @@ class RowTable(Table):
             raise ValueError(f"{len(ids)} rows of {spec.length} come with {rows.size} values")
         return [ids, rows.reshape(len(ids), spec.length)]
 
-    def _sum(
-        self, gradients: Mapping[int, list[Array] | None], workers: Sequence[int]
-    ) -> list[Array] | None:
+    def _sum(self, given: Sequence[list[Array]]) -> list[Array]:
         """Return the sum of each row in the order of the workers' numbers, or the average."""
-        addends = []
-        for worker in workers:
-            addend = gradients[worker]
-            if addend is None:
-                return None
-            addends.append(addend)
-        return add_rows(addends, average=self.described.average)
+        return add_rows(given, average=self.described.average)
 
     def _scaled(self, gradients: list[Array]) -> list[Array]:
         ids, rows = gradients

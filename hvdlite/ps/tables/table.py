@@ -32,6 +32,13 @@ from hvdlite.ps.tables.updater import LeavesOut, Updater, add_up, divided
 SKIP, ABSENT = "skip", "absent"
 
 
+class _Pushed(NamedTuple):
+    """What a worker has pushed for a step of sync."""
+
+    gradients: list[Array] | None  # Of each block; None: the worker skips the step.
+    absent: set[int]  # The tensors of which it has none.
+
+
 class TableLostError(HorovodInternalError):
     """What a table had is nowhere any more: the job cannot go on."""
 
@@ -73,9 +80,7 @@ class Table:
         self._started: dict[int, bytes] = {}
         self._left: dict[int, tuple[bytes, int]] = {}  # Lost workers: who they were, their clocks.
         self._pulls: dict[int, Pull] = {}
-        # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
-        self._gradients: dict[int, dict[int, list[Array] | None]] = {}
-        self._absent: dict[int, set[int]] = {}  # Step -> tensors that no push of it has.
+        self._pushes: dict[int, dict[int, _Pushed]] = {}  # Of sync, by step and worker.
         self._pieces = Assemblies(self.blocks)
         self._totals: dict[int, Array] = {}
         self._numbers: list[Mapping[str, Any]] = []
@@ -158,8 +163,7 @@ class Table:
         self.clocks.stand(version, clocks, newcomers)
         self.load, self._of, self.begun = turn, None, True
         self._started.clear()
-        self._gradients.clear()
-        self._absent.clear()
+        self._pushes.clear()
         self._pieces = Assemblies(self.blocks)
         pulls, self._pulls = self._pulls.values(), {}
         answers = [self._answer(peer, message.request, "restarted") for peer, message in pulls]
@@ -337,8 +341,8 @@ class Table:
                 self._numbers = numbers
             absent = set(message.body.get(ABSENT, ()))
             if self.clocks.mode.name == SYNC:
-                self._gradients.setdefault(message.clock, {})[worker] = gradients
-                self._absent.setdefault(message.clock, absent).intersection_update(absent)
+                pushed = _Pushed(gradients, absent)
+                self._pushes.setdefault(message.clock, {})[worker] = pushed
             else:
                 self._update(gradients and self._scaled(gradients), absent)
             self._record("push", worker, message.clock, stale, _nbytes_of(gradients or ()))
@@ -368,8 +372,11 @@ class Table:
         """Make the updates that are complete, and answer the pulls that have waited for them."""
         if self.clocks.mode.name == SYNC:
             while (workers := self.clocks.complete()) is not None:
-                total = self._sum(self._gradients.pop(self.version), workers)
-                self._update(total, self._absent.pop(self.version))
+                pushes = self._pushes.pop(self.version)
+                given = [pushes[worker] for worker in workers]
+                gradients = [each.gradients for each in given if each.gradients is not None]
+                total = self._sum(gradients) if len(gradients) == len(given) else None
+                self._update(total, set.intersection(*(each.absent for each in given)))
         ready = [
             worker
             for worker, (_, message) in self._pulls.items()
@@ -407,22 +414,13 @@ class Table:
     def _gradients_of(self, message: Message) -> list[Array]:
         return [block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)]
 
-    def _sum(
-        self, gradients: Mapping[int, list[Array] | None], workers: Sequence[int]
-    ) -> list[Array] | None:
+    def _sum(self, given: Sequence[list[Array]]) -> list[Array]:
         """Return the sum in the order of the workers' numbers, or the average."""
-        given = [gradients[worker] for worker in workers]
-        total = []
-        for number in range(len(self.blocks)):
-            summands = []
-            for each in given:
-                if each is None:
-                    return None
-                summands.append(each[number])
-            total.append(
-                add_up(summands, average=self.described.average, into=self._total_of(number))
-            )
-        return total
+        average = self.described.average
+        return [
+            add_up(summands, average=average, into=self._total_of(number))
+            for number, summands in enumerate(zip(*given, strict=True))
+        ]
 
     def _scaled(self, gradients: list[Array]) -> list[Array]:
         """Return the gradients of one push as an update of async or ssp takes them."""
