@@ -118,7 +118,7 @@ def same_objects(wrapped: Any) -> Iterator[None]:
     entries = {**wrapped.state}
     state.clear()
     state.update(entries)
-    wrapped.param_groups, wrapped.state = groups, state
+    wrapped.__dict__["param_groups"], wrapped.state = groups, state
 
 
 def wrap(

@@ -191,7 +191,6 @@ class ReducingMixin(OptimizerMixin):
         """Do as the wrapped optimizer does, and forget reductions in flight, as after a failure."""
         self._exchange.reset()
         super().load_state_dict(state_dict)
-        self._exchange.param_groups = self.param_groups
         self.load_compression(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
