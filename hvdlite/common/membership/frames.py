@@ -131,17 +131,21 @@ def read_members(raw: Iterable[Any]) -> tuple[Member, ...]:
 
 def is_from_worker(message: Sequence[Any]) -> bool:
     match message:
-        case [str(kind), int()] if kind == HELLO:
-            return True
-        case [str(kind), int(), int() | str() as last] if kind in (READY, CHECKS, ERROR):
-            return isinstance(last, str) == (kind == ERROR)
-        case [str(kind), int(), int(), bytes()] if kind == GATHER:
-            return True
-        case [str(kind), int(), [*numbers]] if kind == LATE:
-            return all(isinstance(number, int) for number in numbers)
-        case [str(kind)] if kind == BYE:
-            return True
-    return False
+        case [kind, int()]:
+            kinds: tuple[str, ...] = (HELLO,)
+        case [kind, int(), int()]:
+            kinds = READY, CHECKS
+        case [kind, int(), str()]:
+            kinds = (ERROR,)
+        case [kind, int(), int(), bytes()]:
+            kinds = (GATHER,)
+        case [kind, int(), [*numbers]] if all(isinstance(number, int) for number in numbers):
+            kinds = (LATE,)
+        case [kind]:
+            kinds = (BYE,)
+        case _:
+            return False
+    return kind in kinds
 
 
 def _unreadable(message: object) -> ProtocolError:
