@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import struct
 import sys
 import threading
 from itertools import count
@@ -114,3 +116,21 @@ def test_without_the_package_that_makes_certificates_it_is_named(
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError, match=r"pip install 'hvdlite\[ps\]'"):
         Encryption(b"a token")
+
+
+def test_a_connection_that_was_reset_is_closed() -> None:
+    """It has no end yet that could say so, and `wrap_socket` raises."""
+    loop, failures = Loop(), list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.create_connection(listener.getsockname())
+        near, _ = listener.accept()
+    descriptor = near.fileno()
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    Encryption(b"a secret").begin(
+        loop, near, listens=True, done=lambda _: None, failed=failures.append
+    )
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert len(failures) == 1
+    loop.close()

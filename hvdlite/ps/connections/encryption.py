@@ -134,6 +134,10 @@ class Encrypted(ssl.SSLSocket):
             return super().recv(buflen, flags)
         except ssl.SSLError as error:
             raise _plain(error) from None
+        except OSError:
+            if self.version() is None:  # `wrap_socket` reads what was reset, and leaves it open.
+                self.close()
+            raise
 
     def recvmsg_into(  # type: ignore[override]
         self, buffers: list[memoryview]
