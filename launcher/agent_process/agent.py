@@ -44,7 +44,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.agent_process import outside
+from hvdlite.launcher.agent_process import system
 from hvdlite.launcher.agent_process.rank_process import LIVE, RankProcess, RankVariables
 from hvdlite.launcher.agent_process.relay import HostMeeting, WorkerRelay
 from hvdlite.launcher.agents.channel import (
@@ -67,10 +67,10 @@ class Agent:
     """The agent, with one end of the channel; `signals` are those to its process."""
 
     def __init__(self, read_fd: int, write_fd: int, signals: SignalInbox) -> None:
-        self.loop = outside.EventLoop()
+        self.loop = system.EventLoop()
         self._signals = signals
         self.loop.listen(signals.fileno(), signals.drain)
-        self.channel = outside.Channel(
+        self.channel = system.Channel(
             self.loop, read_fd, write_fd, received=self._receive, ended=self._lose_launcher
         )
         self._handlers: dict[str, Callable[..., None]] = {
@@ -92,7 +92,7 @@ class Agent:
         self._silence_seconds = 0.0  # After which the launcher counts as lost; 0: never.
         self._kill_at: float | None = None
         self._paused = False
-        self.folder = outside.AgentFolder()
+        self.folder = system.AgentFolder()
 
     # -- the loop
 
@@ -110,7 +110,7 @@ class Agent:
         """Leave nothing on this host, however the agent ends."""
         self._signal_all(signal.SIGKILL)
         self.folder.remove()
-        outside.tidy()
+        system.tidy()
 
     def begin(self) -> None:
         """Say hello."""
@@ -127,7 +127,7 @@ class Agent:
             self._leave(number)
         self._reap()
         self._pace()
-        now = outside.now()
+        now = system.now()
         self._look(now)
         limit = self._silence_seconds
         if limit and self.channel.open and not self.channel.beat(now, limit):
@@ -172,7 +172,7 @@ class Agent:
         if self._silence_seconds:
             longest = min(longest, self._silence_seconds / (2 * BEATS))
         if self._kill_at is not None:
-            return max(0.0, min(longest, self._kill_at - outside.now()))
+            return max(0.0, min(longest, self._kill_at - system.now()))
         return longest
 
     def _running(self) -> bool:
@@ -232,14 +232,14 @@ class Agent:
             self._refuse("got a signal to end before the job began")
             return
         try:
-            outside.enter(job["directory"])
+            system.enter(job["directory"])
         except OSError as error:
             self._refuse(f"cannot enter {job['directory']}: {error.strerror}. {FOLDER_REMEDY}")
             return
         if job["call"] is not None:
             self.folder.link(job["call"])
         self._silence_seconds = job["silence_seconds"]
-        self._variables = RankVariables(job, self.folder, outside.environ())
+        self._variables = RankVariables(job, self.folder, system.environ())
         try:
             self._variables.check_devices()
         except ConfigError as error:
@@ -280,7 +280,7 @@ class Agent:
         except ConfigError as error:  # Of an elastic job, whose slots are not checked before.
             self.channel.send("unable", number, str(error))
             return
-        process = outside.RankProcess(
+        process = system.RankProcess(
             rank["command"], environ, self.loop, output,
             cores=self._variables.cores_of(rank), terminals=rank["terminals"],
         )  # fmt: skip
@@ -308,7 +308,7 @@ class Agent:
     def _end_ranks(self, patience_seconds: float) -> None:
         self._signal_all(signal.SIGTERM)
         if self._kill_at is None:
-            self._kill_at = outside.now() + patience_seconds
+            self._kill_at = system.now() + patience_seconds
 
     def _signal_all(self, number: int) -> None:
         for rank in self._ranks.values():

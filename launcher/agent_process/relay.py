@@ -15,7 +15,7 @@ import msgpack
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
-from hvdlite.launcher.agent_process import outside
+from hvdlite.launcher.agent_process import system
 from hvdlite.launcher.agent_process.rank_process import AgentFolder, RankProcess
 from hvdlite.launcher.agents.channel import Channel, unsqueeze
 from hvdlite.launcher.processes.event_loop import EventLoop
@@ -39,7 +39,7 @@ class WorkerRelay:
         self._told: set[int] = set()
         self._now = loop.awake_seconds
         self._stopped: dict[int, float] = {}  # Workers that are stopped, and since when.
-        self._server = outside.serve_workers(
+        self._server = system.serve_workers(
             loop, folder.socket, job["secret"].encode(),
             lambda number, message: channel.send("said", number, message), self._note_end,
             self._runs,
@@ -70,7 +70,7 @@ class WorkerRelay:
         silence = self._server.silence()  # Of those that are connected.
         now = self._now()
         for number, worker in self._workers.items():
-            if self._runs(number) and outside.state_of(worker.pid) == STOPPED:
+            if self._runs(number) and system.state_of(worker.pid) == STOPPED:
                 if now - self._stopped.setdefault(number, now) >= RESUME_SECONDS:
                     self._tell_once(number, "its process was stopped")
             else:

@@ -15,6 +15,8 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address
 from hvdlite.common.connections.http_server import Content, HttpServer, Request
 from hvdlite.launcher.command_line.live_options import LiveOptions
+from hvdlite.launcher.inspection.asking import Asking
+from hvdlite.launcher.inspection.requests import Requests
 from hvdlite.launcher.live.job_view import OTHER, JobView
 from hvdlite.launcher.live.keyboard import Keyboard
 from hvdlite.launcher.live.prometheus import CONTENT_TYPE, PrometheusPage
@@ -23,12 +25,10 @@ from hvdlite.launcher.live.table import check_rich, lines_of
 from hvdlite.launcher.live.viewer import Viewer
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.questions.asking import Asking
-from hvdlite.launcher.questions.requests import Requests
 
 if TYPE_CHECKING:
+    from hvdlite.launcher.inspection.service import LocalService
     from hvdlite.launcher.live.page import LivePage
-    from hvdlite.launcher.questions.service import LocalService
 
 STREAM = "stderr"  # Where the table is shown: standard output may go to a file.
 LOOK_SECONDS = 1.0
@@ -119,7 +119,7 @@ class LiveView:
 
     def serve(self, about: Mapping[str, Any]) -> None:
         """Let `hvdlite-top` ask from now on, and the terminal by keys; the job is begun."""
-        from hvdlite.launcher.questions.service import LocalService  # It takes 15 ms.
+        from hvdlite.launcher.inspection.service import LocalService  # It takes 15 ms.
 
         self._requests.about = dict(about)
         self._service = LocalService(self._loop, self._requests.make, self._say)

@@ -8,11 +8,11 @@ from typing import Any
 
 from hvdlite.common.base.metrics import LONGEST_NAME
 from hvdlite.launcher.decisions.lines import spans
+from hvdlite.launcher.inspection.asking import Answer
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ERASE, ERASE_ALL, ESCAPE, UP
 from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.stragglers import spell
 from hvdlite.launcher.live.table import spell_bytes
-from hvdlite.launcher.questions.asking import Answer
 
 STEPS = 10  # Of a timeline.
 OUTSTANDING_SECONDS = 1.0  # From which on it is no usual wait.

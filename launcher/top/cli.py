@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.inspection.asking import Answer
+from hvdlite.launcher.inspection.requests import ABOUT, LOOK
 from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.table import check_rich, lines_of, printable
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.questions.asking import Answer
-from hvdlite.launcher.questions.requests import ABOUT, LOOK
 from hvdlite.launcher.top.connection import JobConnection, Unreachable, find_jobs
 from hvdlite.launcher.top.pages import JobPage, ListPage, Pages
 

@@ -13,10 +13,10 @@ from hvdlite.common.connections.dial import Failure, Limits, Refused, reach
 from hvdlite.common.connections.link import Link
 from hvdlite.common.connections.prove import Party
 from hvdlite.common.connections.strangers import why
+from hvdlite.launcher.inspection import runtime_folder
+from hvdlite.launcher.inspection.asking import Answer
+from hvdlite.launcher.inspection.service import ASK, LAUNCHER, NO_SECRET, VIEWER
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.questions import runtime_folder
-from hvdlite.launcher.questions.asking import Answer
-from hvdlite.launcher.questions.service import ASK, LAUNCHER, NO_SECRET, VIEWER
 
 REACH_SECONDS = 3.0
 MOST_BYTES = 1 << 26  # Of an answer: 16,384 ranks have some 6 MB.

@@ -9,12 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.inspection.asking import Answer
+from hvdlite.launcher.inspection.requests import LOOK
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ESCAPE, UP, Keyboard
 from hvdlite.launcher.live.table import lines_of, printable
 from hvdlite.launcher.live.viewer import Viewer
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.questions.asking import Answer
-from hvdlite.launcher.questions.requests import LOOK
 from hvdlite.launcher.top.connection import JobConnection
 
 LOOK_SECONDS = 1.0

@@ -14,7 +14,7 @@ import pytest
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.frames import PREFIX, frame
 from hvdlite.ps.cluster.settings import ClusterSettings, check_token
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.messages import (
     MOST_HEAD_BYTES,
     SCHEDULER,
@@ -127,7 +127,7 @@ def test_a_snapshot_that_fails_is_tried_again_and_said(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(snapshots, "LONGEST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(snapshots, "FIRST_PAUSE_SECONDS", 0.01)
-    replace, failures = outside.replace, iter([errno.EMFILE, errno.ENOSPC])
+    replace, failures = system.replace, iter([errno.EMFILE, errno.ENOSPC])
 
     def fail_twice(source: Any, target: Any) -> None:
         if str(target).endswith(snapshots.SUFFIX) and (code := next(failures, 0)):
@@ -136,7 +136,7 @@ def test_a_snapshot_that_fails_is_tried_again_and_said(
 
     cluster = new_cluster(1, 1, every=every)
     (trainer,) = trainers(cluster, 1)
-    monkeypatch.setattr(outside, "replace", fail_twice)
+    monkeypatch.setattr(system, "replace", fail_twice)
     trainer.train(6)
     folder = cluster.folder / "snapshots"
     # Which versions are written depends on when the writer fails: one of the last two is.
@@ -150,7 +150,7 @@ def test_a_scheduler_without_descriptors_goes_on_and_writes_later(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = iter([errno.EMFILE] * 3)
-    replace = outside.replace
+    replace = system.replace
 
     def fail(source: Any, target: Any) -> None:
         if str(target).endswith("scheduler.json") and (code := next(failures, 0)):
@@ -158,7 +158,7 @@ def test_a_scheduler_without_descriptors_goes_on_and_writes_later(
         replace(source, target)
 
     cluster = new_cluster(1, 1)
-    monkeypatch.setattr(outside, "replace", fail)
+    monkeypatch.setattr(system, "replace", fail)
     (trainer,) = trainers(cluster, 1)
     trainer.train(3)
     wait_until(lambda: '"t"' in (cluster.folder / "scheduler.json").read_text())

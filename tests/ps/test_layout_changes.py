@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.layouts.layout import Layout
@@ -227,7 +227,7 @@ def test_a_server_that_no_scheduler_can_write_down_does_not_count(
 ) -> None:
     cluster = new_cluster(1, 1, every=1, updater=Added)
     (trainer,) = trainers(cluster, 1)
-    replace, refused = outside.replace, []
+    replace, refused = system.replace, []
 
     def no_space(source: Any, target: Any) -> None:
         if (
@@ -239,7 +239,7 @@ def test_a_server_that_no_scheduler_can_write_down_does_not_count(
             raise OSError("no space left")
         replace(source, target)
 
-    monkeypatch.setattr(outside, "replace", no_space)
+    monkeypatch.setattr(system, "replace", no_space)
     cluster.servers.append(cluster.start_server(1, joins=True))
     add_ones(trainer, lambda: cluster.state.registry.version == 2 and len(refused) == 5)
     assert added_up(trainer) == {trainer.table.clock}

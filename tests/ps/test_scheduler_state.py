@@ -17,7 +17,7 @@ import pytest
 from hvdlite.numpy import ps
 from hvdlite.ps import context
 from hvdlite.ps.cluster.membership import ClusterPlan
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import name_of
 from hvdlite.ps.connections.messages import SERVER, WORKER, Message
@@ -38,7 +38,7 @@ class Written:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wholes, self.appends, self.nbytes = 0, 0, 0
-        whole, append = outside.write_whole, outside.append
+        whole, append = system.write_whole, system.append
 
         def count_whole(path: Path, pieces: Any) -> int:
             size = whole(path, pieces)
@@ -52,8 +52,8 @@ class Written:
             self.appends += 1
             self.nbytes += len(data)
 
-        monkeypatch.setattr(outside, "write_whole", count_whole)
-        monkeypatch.setattr(outside, "append", count_append)
+        monkeypatch.setattr(system, "write_whole", count_whole)
+        monkeypatch.setattr(system, "append", count_append)
 
 
 class Desk:
@@ -201,7 +201,7 @@ def test_a_declaration_that_a_full_disk_does_not_take_is_answered_when_it_is_wri
     desk = Desk(file)
     scheduler = scheduler_at(desk, file, 1)
     (worker,) = desk.enter(scheduler, 1)
-    replace = outside.replace
+    replace = system.replace
 
     def fill(path: Path, data: bytes) -> None:
         with open(path, "ab") as half:
@@ -212,13 +212,13 @@ def test_a_declaration_that_a_full_disk_does_not_take_is_answered_when_it_is_wri
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(outside, "append", fill)
-        full.setattr(outside, "replace", refuse)
+        full.setattr(system, "append", fill)
+        full.setattr(system, "replace", refuse)
         desk.asked.append((worker, declaration("a", 2)))
         desk.run(scheduler)
         assert desk.known_then == []
         assert scheduler_at(desk, file, 1).registry.modes() == {}
-    assert outside.replace is replace
+    assert system.replace is replace
     for request, name in [(3, "a"), (4, "b")]:
         desk.asked.append((worker, declaration(name, request)))
         desk.run(scheduler)

@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import (
 )
 from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.cluster.settings import ClusterSettings
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import SCHEDULER, Message
@@ -40,7 +40,7 @@ class Enrolment:
         self.number = number
         self._hello: dict[str, Any] = {
             "role": settings.role, "number": number, "address": address,
-            "node_id": settings.node_id or outside.random_bytes(8).hex(),
+            "node_id": settings.node_id or system.random_bytes(8).hex(),
             "num_servers": settings.num_servers, "num_workers": settings.num_workers,
             "joins": settings.joins,
         }  # fmt: skip

@@ -17,7 +17,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.requests.handles import Handle
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.encryption import Encryption
@@ -47,7 +47,7 @@ def name_of(role: str, words: str) -> bytes:
     Its first word is the role, and the last but one says for people which process it is.
     """
     process = f"{os.getpid()}@{socket.gethostname()[:MOST_HOST]}"
-    return f"{role} {words[:MOST_WORDS]} {process} {outside.random_bytes(16).hex()}".encode()
+    return f"{role} {words[:MOST_WORDS]} {process} {system.random_bytes(16).hex()}".encode()
 
 
 def _nothing(*_: object) -> None:
@@ -86,7 +86,7 @@ class Client:
         self.memory: SharedMemory | None = None
         with contextlib.suppress(OSError):
             self.memory = SharedMemory()
-        self._thread = outside.Thread(target=self._run, name="hvdlite ps", daemon=True)
+        self._thread = system.Thread(target=self._run, name="hvdlite ps", daemon=True)
         self._thread.start()
 
     def connect(

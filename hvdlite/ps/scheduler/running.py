@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address, parse_address
 from hvdlite.ps.cluster.settings import ClusterSettings, check_token
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import SCHEDULER
 from hvdlite.ps.scheduler.scheduler import Scheduler
@@ -37,8 +37,8 @@ def run_scheduler(settings: ClusterSettings) -> None:
         nonlocal failed_since
         membership = scheduler.membership
         if membership.failure and failed_since is None:
-            failed_since = outside.now()
-        if failed_since is not None and outside.now() - failed_since > FAILURE_SECONDS:
+            failed_since = system.now()
+        if failed_since is not None and system.now() - failed_since > FAILURE_SECONDS:
             return True
         return membership.is_over
 

@@ -12,7 +12,7 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.settings.logs import log
 from hvdlite.ps.cluster.membership import ClusterPlan, Hello, Member, Membership
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import SERVER, WORKER, Answer, Message, role_of
 from hvdlite.ps.layouts.blocks import specs_of_words
@@ -55,7 +55,7 @@ class Scheduler:
         self.turns = CheckpointOrder()
         self._obstacle = Obstacle()  # To the end of a load that counts.
         # By which servers know whose snapshots they find.
-        self._job = outside.random_bytes(8).hex()
+        self._job = system.random_bytes(8).hex()
         self._number = 0  # The last one of a turn or a change; see `_next_number`.
         if (found := self._file.read()) is not None:
             self._load(found.state)
@@ -230,7 +230,7 @@ class Scheduler:
 
         The clock on the wall knows of predecessors whose state is lost; it may go back.
         """
-        return max(outside.rising_number(), self._number + 1)
+        return max(system.rising_number(), self._number + 1)
 
     def _new_number(self) -> int:
         self._number = self._next_number()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 
 
 class Found(NamedTuple):
@@ -57,7 +57,7 @@ class StateFile:
             return
         text = json.dumps(self._state()) + "\n"
         try:
-            outside.write_whole(self._path, [text.encode()])
+            system.write_whole(self._path, [text.encode()])
         except OSError as error:
             self._fail(error)
         else:
@@ -70,7 +70,7 @@ class StateFile:
         if self.unkept or not self._may_add:
             return self.write()
         try:
-            outside.append(self._path, (json.dumps(additions) + "\n").encode())
+            system.append(self._path, (json.dumps(additions) + "\n").encode())
         except OSError as error:
             self._fail(error)
 

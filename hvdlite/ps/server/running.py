@@ -15,7 +15,7 @@ from hvdlite.ps.cluster.settings import (
     address_towards,
     check_token,
 )
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client, name_of
 from hvdlite.ps.connections.messages import SERVER
@@ -94,16 +94,16 @@ def _own_address(settings: ClusterSettings) -> str:
 
     Raises `HorovodInternalError` where it does not come within the time for the start.
     """
-    end = outside.now() + settings.start_seconds
+    end = system.now() + settings.start_seconds
     while True:
         try:
             return address_towards(settings.scheduler)
         except OSError as error:
-            if outside.now() >= end:
+            if system.now() >= end:
                 where = f"{settings.scheduler} (HVDLITE_SCHEDULER)"
                 why = f"the scheduler's host has no address: {where}: {error}"
                 raise HorovodInternalError(why) from error
-        outside.sleep(NAME_SECONDS)
+        system.sleep(NAME_SECONDS)
 
 
 class _End:
@@ -135,5 +135,5 @@ class _End:
         if workers and (keeps or comes or not self._is_used):
             self._empty_since = None
         elif self._empty_since is None:
-            self._empty_since = outside.now()
-        return self._empty_since is not None and outside.now() - self._empty_since > LAST_SECONDS
+            self._empty_since = system.now()
+        return self._empty_since is not None and system.now() - self._empty_since > LAST_SECONDS

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.tables.saved import SavedTable
 
 SUFFIX = ".safetensors"
@@ -22,7 +22,7 @@ SUFFIX = ".safetensors"
 
 def write(path: Path, saved: SavedTable) -> int:
     """Write a file, which is on disk when this returns; return its size. Raises OSError."""
-    return outside.write_whole(path, _pieces_of(saved))
+    return system.write_whole(path, _pieces_of(saved))
 
 
 def _pieces_of(saved: SavedTable) -> Iterator[bytes | memoryview]:

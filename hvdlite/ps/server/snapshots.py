@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.connections import outside
-from hvdlite.ps.connections.outside import UNFINISHED
+from hvdlite.ps.connections import system
+from hvdlite.ps.connections.system import UNFINISHED
 from hvdlite.ps.server import saved_files
 from hvdlite.ps.server.saved_files import SUFFIX
 from hvdlite.ps.tables.saved import SavedTable
@@ -40,9 +40,9 @@ class SnapshotFolder:
             f"*/*{UNFINISHED}"
         ):  # A predecessor was killed meanwhile.
             unfinished.unlink(missing_ok=True)
-        self._queue: queue.SimpleQueue[SavedTable | None] = outside.Queue()
+        self._queue: queue.SimpleQueue[SavedTable | None] = system.Queue()
         self._thread: threading.Thread | None = None
-        self._idle = outside.Event()  # Nothing is being written.
+        self._idle = system.Event()  # Nothing is being written.
         self._idle.set()
         # Tables whose last snapshot has failed -> when another one is made.
         self._missing: dict[str, float] = {}
@@ -71,17 +71,17 @@ class SnapshotFolder:
         HorovodInternalError where it still fails after `MOST_SECONDS`.
         """
         self._idle.wait()  # The thread may write an older one of the same version.
-        end, pause = outside.now() + MOST_SECONDS, FIRST_PAUSE_SECONDS
+        end, pause = system.now() + MOST_SECONDS, FIRST_PAUSE_SECONDS
         while True:
             try:
                 self._write_once(snapshot, kept=1 if alone else KEPT)
                 return
             except OSError as error:
                 why = self._why(snapshot, error)
-                if outside.now() >= end:
+                if system.now() >= end:
                     raise HorovodInternalError(why) from error
                 log.warning("%s; it is tried again", why)
-            outside.sleep(pause)
+            system.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _why(self, snapshot: SavedTable, error: OSError) -> str:
@@ -105,7 +105,7 @@ class SnapshotFolder:
         One that is still being written is awaited: then the newest is never older than two.
         """
         if self._thread is None:
-            self._thread = outside.Thread(target=self._run, name="hvdlite ps snapshots")
+            self._thread = system.Thread(target=self._run, name="hvdlite ps snapshots")
             self._thread.start()
         self._idle.wait()
         self._idle.clear()
@@ -118,13 +118,13 @@ class SnapshotFolder:
                 self._write_once(snapshot)
             except OSError as error:
                 log.warning("%s; it is tried again", self._why(snapshot, error))
-                again = outside.now() + LONGEST_PAUSE_SECONDS
+                again = system.now() + LONGEST_PAUSE_SECONDS
                 self._missing[snapshot.described.name] = again
             self._idle.set()
 
     def missing(self) -> list[str]:
         """Return the tables whose last snapshots have failed, and are to be tried again now."""
-        return [name for name, again in [*self._missing.items()] if outside.now() >= again]
+        return [name for name, again in [*self._missing.items()] if system.now() >= again]
 
     def keep_only(self, layout: int) -> None:
         """Remove the snapshots of layouts that do not count: not yet, or not any more."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE
 from hvdlite.ps.server.checkpoints import remote_error
@@ -103,7 +103,7 @@ def _make(
             return phases.load(answer["clocks"])
         except (_AgainError, MovedError):
             repeat += 1
-            outside.sleep(LOOK_SECONDS)
+            system.sleep(LOOK_SECONDS)
         except _OvertakenError:
             raise
         except Exception:
@@ -155,7 +155,7 @@ class _Phases:
         over = Message("over", body={"turn": load["turn"], "load": load})
         pause = 0.0
         while not self._worker.ask(over).body["over"]:
-            outside.sleep(pause)
+            system.sleep(pause)
             # They hear of it anyway, but later; and this fails where one is lost for good.
             self.run("apply", load=load)
             pause = LOOK_SECONDS

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.requests.handles import Handle
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.client import Client, Plan
 from hvdlite.ps.connections.messages import Buffer, Message
 from hvdlite.ps.scheduler.registry import TableOptions
@@ -29,7 +29,7 @@ class Gate:
 
     def __init__(self, clock: Callable[[], int], failed: Callable[[], bool]) -> None:
         self._clock, self._failed = clock, failed
-        self._changed = outside.Condition()
+        self._changed = system.Condition()
         self._unanswered = 0
         self._step = -1  # Of the push that has passed last.
         self._border: int | None = None  # The first step that may not pass; None: all may.

@@ -13,7 +13,7 @@ from hvdlite.common.runtime.current import this_process
 from hvdlite.common.settings.logs import log
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import ANSWER_SECONDS, ClusterSettings, check_token
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.client import Client, name_of
 from hvdlite.ps.connections.messages import WORKER, Message
 from hvdlite.ps.connections.records import Records
@@ -236,9 +236,9 @@ class Worker:
                 "the table differ by it. A worker that has come again is to make that step again"
             )
         servers = [each for each in [*self._servers.values()] if each.is_used]
-        end = outside.now() + LEAVE_SECONDS  # For all of them: more than one may be lost.
+        end = system.now() + LEAVE_SECONDS  # For all of them: more than one may be lost.
         for handle in [self._client.ask(server.leave) for server in servers]:
-            handle.ended_within(max(0.0, end - outside.now()))
+            handle.ended_within(max(0.0, end - system.now()))
         self._enrolment.leave()
         self.close()
 

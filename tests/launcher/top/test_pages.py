@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from hvdlite.launcher.inspection import runtime_folder
 from hvdlite.launcher.live.keyboard import ENTER
 from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.questions import runtime_folder
 from hvdlite.launcher.top import cli, connection, pages
 from hvdlite.launcher.top.connection import JobConnection
+from tests.launcher.inspection.test_service import Served
 from tests.launcher.live.test_table import CODES, job
-from tests.launcher.questions.test_service import Served
 
 LIMIT_SECONDS = 20.0
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.connections.frames import unpack
-from hvdlite.launcher.agent_process import outside
+from hvdlite.launcher.agent_process import system
 from hvdlite.launcher.agent_process.agent import Agent
 from hvdlite.launcher.agents import agent_connection
 from tests.simulation.elastic.channels import End, Way
@@ -307,12 +307,12 @@ def stand_ins(job: ElasticJob) -> list[tuple[Any, str, Any]]:
         return "T" if job.workers[number - FIRST_PID].stopped_by_signal else "S"
 
     return [
-        (outside, "now", job.world.clock), (outside, "environ", lambda: job.here.environ),
-        (outside, "enter", lambda _path: _enter(job)),
-        (outside, "EventLoop", lambda: _new_loop(job)),
-        (outside, "Channel", End), (outside, "AgentFolder", lambda: _Folder(job.here)),
-        (outside, "RankProcess", lambda _, environ, *_2, **_3: _new_process(job, environ)),
-        (outside, "serve_workers", serve), (outside, "state_of", state_of),
-        (outside, "tidy", lambda: None),
+        (system, "now", job.world.clock), (system, "environ", lambda: job.here.environ),
+        (system, "enter", lambda _path: _enter(job)),
+        (system, "EventLoop", lambda: _new_loop(job)),
+        (system, "Channel", End), (system, "AgentFolder", lambda: _Folder(job.here)),
+        (system, "RankProcess", lambda _, environ, *_2, **_3: _new_process(job, environ)),
+        (system, "serve_workers", serve), (system, "state_of", state_of),
+        (system, "tidy", lambda: None),
         (agent_connection, "Channel", End),
     ]  # fmt: skip

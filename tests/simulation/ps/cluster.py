@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from hvdlite.common.requests.handles import Handle
-from hvdlite.ps.connections import client, outside
+from hvdlite.ps.connections import client, system
 from hvdlite.ps.scheduler import running as scheduler_running
 from hvdlite.ps.server import running as server_running
 from tests.simulation.ps import disks
@@ -128,19 +128,19 @@ class Cluster:
         """Be what is outside of all processes."""
         world = self.world
         ours: list[tuple[Any, str, Any]] = [
-            (outside, "now", world.clock),
-            (outside, "rising_number", lambda: int((world.clock() + self.wall + 1e6) * 1e9)),
-            (outside, "sleep", lambda seconds: here.task.sleep_until(lambda: False, seconds)),
-            (outside, "random_bytes", world.lot.randbytes),
-            (outside, "Thread", new_thread),
-            (outside, "Event", Event),
-            (outside, "Condition", Condition),
-            (outside, "Queue", Queue),
-            (outside, "new_file", disks.new_file),
-            (outside, "longer_file", disks.longer_file),
-            (outside, "sync", disks.sync),
-            (outside, "replace", disks.replace),
-            (outside, "sync_folder", disks.sync_folder),
+            (system, "now", world.clock),
+            (system, "rising_number", lambda: int((world.clock() + self.wall + 1e6) * 1e9)),
+            (system, "sleep", lambda seconds: here.task.sleep_until(lambda: False, seconds)),
+            (system, "random_bytes", world.lot.randbytes),
+            (system, "Thread", new_thread),
+            (system, "Event", Event),
+            (system, "Condition", Condition),
+            (system, "Queue", Queue),
+            (system, "new_file", disks.new_file),
+            (system, "longer_file", disks.longer_file),
+            (system, "sync", disks.sync),
+            (system, "replace", disks.replace),
+            (system, "sync_folder", disks.sync_folder),
             (client, "SharedMemory", _no_memory),
             (Handle, "_sleep", sleep_for),
         ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER
-from hvdlite.ps.connections.outside import UNFINISHED
+from hvdlite.ps.connections.system import UNFINISHED
 from hvdlite.ps.scheduler.running import run_scheduler
 from hvdlite.ps.server.running import run_server
 from tests.simulation.ps.cluster import Cluster

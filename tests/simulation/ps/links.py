@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdlite.common.connections.address import Address
 from hvdlite.common.connections.loop import AwakeClock
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from hvdlite.ps.connections.messages import Message, head_of, pack, parse, with_arrays
 from tests.simulation.lines import Line
 from tests.simulation.ps.nodes import Loop, Node, Signal, here
@@ -95,7 +95,7 @@ class SimulatedListener:
         self._peers: dict[bytes, Link] = {}
         self._received: deque[tuple[bytes, Message]] = deque()
         self._signal = Signal()
-        self._awake = AwakeClock(outside.now)
+        self._awake = AwakeClock(system.now)
         self.awake_seconds = self._awake.seconds
         if self._port in cluster.listeners:
             raise BrokenError("a port has one owner", f"{self.node.name} listens at {self._port}")

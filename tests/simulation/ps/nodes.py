@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.connections.loop import AwakeClock
 from hvdlite.common.requests.handles import Handle
-from hvdlite.ps.connections import outside
+from hvdlite.ps.connections import system
 from tests.simulation.lines import Wire
 from tests.simulation.start import net as nets
 from tests.simulation.world import Action, KilledThread, Process, in_a_thread
@@ -246,7 +246,7 @@ class Loop:
     def __init__(self) -> None:
         self._calls: deque[Action] = deque()
         self._signal, self._woken = Signal(), False
-        self._awake = AwakeClock(outside.now)
+        self._awake = AwakeClock(system.now)
         self.awake_seconds = self._awake.seconds
 
     def post(self, function: Action) -> None:

@@ -17,8 +17,8 @@ from hvdlite.common.connections.link import Link
 from hvdlite.common.connections.listener import Listener, Refusal
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import FIRST_OWN, Claim, Party
-from hvdlite.launcher.questions import runtime_folder
-from hvdlite.launcher.questions.asking import Answer
+from hvdlite.launcher.inspection import runtime_folder
+from hvdlite.launcher.inspection.asking import Answer
 
 LAUNCHER, VIEWER = "launcher", "viewer"  # The ends of a connection.
 # The kernel tells that the other end is of this user; there is nothing else to prove.

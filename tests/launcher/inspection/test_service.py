@@ -17,9 +17,9 @@ import pytest
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections import strangers
 from hvdlite.common.connections.address import Address, connect
+from hvdlite.launcher.inspection import runtime_folder, service
+from hvdlite.launcher.inspection.service import LocalService
 from hvdlite.launcher.processes.event_loop import EventLoop
-from hvdlite.launcher.questions import runtime_folder, service
-from hvdlite.launcher.questions.service import LocalService
 from hvdlite.launcher.top.connection import JobConnection, Unreachable, find_jobs
 
 

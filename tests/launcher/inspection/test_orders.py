@@ -19,9 +19,9 @@ from hvdlite.common.connections.orders import (
     pack_order,
     unpack_order,
 )
+from hvdlite.launcher.inspection.asking import Asking
 from hvdlite.launcher.live.job_view import RankView
 from hvdlite.launcher.processes import rank_orders
-from hvdlite.launcher.questions.asking import Asking
 
 
 def test_orders_and_answers_arrive() -> None:

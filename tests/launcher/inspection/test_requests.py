@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hvdlite.common.connections.frames import pack
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.orders import pack_answer, unpack_order
+from hvdlite.launcher.inspection.asking import Asking
+from hvdlite.launcher.inspection.requests import Requests
 from hvdlite.launcher.live.job_view import JobView
 from hvdlite.launcher.live.keyboard import ENTER
 from hvdlite.launcher.live.snapshot import snapshot
 from hvdlite.launcher.live.viewer import Viewer
-from hvdlite.launcher.questions.asking import Asking
-from hvdlite.launcher.questions.requests import Requests
 
 
 def answers(request: Any, *rank_says: Any) -> dict[str, Any]:

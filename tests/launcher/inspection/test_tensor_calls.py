@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.launcher.questions.tensor_calls import merge
+from hvdlite.launcher.inspection.tensor_calls import merge
 
 
 def of_rank(late: float, calls: range, error: float = 0.0) -> dict[str, Any]:

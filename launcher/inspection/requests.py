@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any
 
 from hvdlite.common.connections.orders import BEGUN, STACK, TENSOR, TIMELINE
+from hvdlite.launcher.inspection.asking import Answer, Asking, Later
+from hvdlite.launcher.inspection.tensor_calls import merge
 from hvdlite.launcher.live.job_view import JobView, RankView
 from hvdlite.launcher.live.snapshot import Snapshot
-from hvdlite.launcher.questions.asking import Answer, Asking, Later
-from hvdlite.launcher.questions.tensor_calls import merge
 
 ABOUT, LOOK = "about", "look"
 ANSWER_SECONDS = 3.0

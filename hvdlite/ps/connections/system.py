@@ -1,8 +1,8 @@
-"""What a process of a cluster takes from outside: time, chance, threads and files.
+"""The system, as a process of a cluster uses it: time, chance, threads and files.
 
 Whatever decides asks this module, by its name, so that a simulated world can stand in for it (see
 docs/simulation.md). Records, what only starts a process, and numbers that only have to differ do
-not. What is outside besides are the ends of connections: see `channel`.
+not. The ends of connections are replaced besides: see `channel`.
 """
 
 from __future__ import annotations

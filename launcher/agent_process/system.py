@@ -1,4 +1,4 @@
-"""What an agent takes from outside: time, its folder, processes, and the ends of connections.
+"""The system, as an agent uses it: time, its folder, processes, and the ends of connections.
 
 The modules of the agent ask this one, by its name, so that a simulated world can stand in for it
 (see docs/simulation.md).
@@ -16,8 +16,8 @@ from hvdlite.common.connections.loop import Loop
 from hvdlite.common.membership.server import WorkerServer
 from hvdlite.launcher.agent_process import rank_process
 from hvdlite.launcher.agents import channel
+from hvdlite.launcher.inspection import runtime_folder
 from hvdlite.launcher.processes import event_loop
-from hvdlite.launcher.questions import runtime_folder
 
 now = time.monotonic
 environ = os.environ.copy
