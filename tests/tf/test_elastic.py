@@ -80,6 +80,51 @@ def test_other_variables_are_named_on_all_ranks() -> None:
     assert "shape (3,) on rank 1" in texts[0]
 
 
+@pytest.mark.parametrize("shape", [[None], [None, 2], None])
+def test_a_variable_that_has_grown_gives_its_shape(shape: Any) -> None:
+    """Whoever comes later has made it as it was at the beginning."""
+
+    def main(rank: int) -> None:
+        tail = [2] if shape == [None, 2] else []
+        grown = tf.Variable(tf.fill([1, *tail], float(rank)), shape=tf.TensorShape(shape))
+        fixed = tf.Variable([1.0 + rank, 2.0])
+        state = hvd.elastic.TensorFlowState([grown, fixed])
+        if rank == 0:
+            grown.assign(tf.fill([5, *tail], 7.0))
+        for _ in range(2):
+            state.sync()
+            assert grown.numpy().tolist() == np.full([5, *tail], 7.0).tolist()
+            assert fixed.numpy().tolist() == [1.0, 2.0]
+            grown.assign(tf.fill([3, *tail], 9.0))
+            state.restore()
+            assert grown.numpy().tolist() == np.full([5, *tail], 7.0).tolist()
+
+    run_ranks(3, main)
+
+
+def test_a_variable_whose_shape_may_change_on_one_rank_alone_is_named() -> None:
+    def main(rank: int) -> str:
+        shape = tf.TensorShape([None] if rank else [2])
+        state = hvd.elastic.TensorFlowState([tf.Variable([1.0, 2.0], shape=shape, name="w")])
+        with pytest.raises(ValueError, match="variables") as error:
+            state.sync()
+        return str(error.value)
+
+    texts = run_ranks(2, main)
+    assert texts[0] == texts[1] and "shape (2,) on rank 0 and float32 of shape (None,)" in texts[0]
+
+
+def test_a_new_variable_of_any_shape_begins_with_zeros() -> None:
+    def main(_: int) -> None:
+        state = hvd.elastic.TensorFlowState([tf.Variable(1.0)])
+        new = tf.Variable([1.0, 2.0, 3.0], shape=tf.TensorShape([None]))
+        state.variables.append(new)
+        state.restore()
+        assert new.numpy().tolist() == [0.0, 0.0, 0.0]
+
+    run_ranks(1, main)
+
+
 def test_global_variables_of_a_session() -> None:
     def main(rank: int) -> None:
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:

@@ -66,8 +66,7 @@ class VariablesState(ObjectState):
         """
         variables = self._variables()
         saved = [value.copy() for value in self._saved_values]
-        for variable in variables[len(saved) :]:
-            saved.append(np.zeros(tuple(variable.shape), self._values([variable])[0].dtype))
+        saved += map(np.zeros_like, self._values(variables[len(saved) :]))
         self._assign(variables, saved)
         if self._saved_compression:
             self._compressing().load_compression_state(self._saved_compression)
@@ -84,17 +83,27 @@ class VariablesState(ObjectState):
     def sync(self) -> None:
         """Make all ranks equal to the root: its variables as they are, objects as saved last.
 
-        Raises `ValueError` where ranks have other variables.
+        A variable whose shape may change, as that of ``shape=[None]``, takes the root's. Raises
+        `ValueError` where ranks have other variables.
         """
         source = sync_source()
         if source.takes_part:
             variables = self._variables()
             values = self._values(variables)
+            named = zip(_names_of(variables), variables, values, strict=True)
             kinds = {
-                name: f"{value.dtype.name} of shape {value.shape}"
-                for name, value in zip(_names_of(variables), values, strict=True)
+                name: f"{value.dtype.name} of shape "
+                f"{variable.shape if _may_change_shape(variable) else value.shape}"
+                for name, variable, value in named
             }
             check_same_tensors(kinds, "variables", source)
+            if any(map(_may_change_shape, variables)):
+                shapes = self._from_source([value.shape for value in values])
+                if rank() != source.root_rank:
+                    values = [
+                        np.empty(shape, value.dtype)
+                        for shape, value in zip(shapes, values, strict=True)
+                    ]
             received = broadcast_arrays(values, "elastic.variables", source)
             if rank() != source.root_rank:
                 self._assign(variables, received)
@@ -114,6 +123,12 @@ class VariablesState(ObjectState):
 def _names_of(variables: Sequence[Any]) -> list[str]:
     paths = [getattr(each, "path", each.name) for each in variables]
     return [f"{name_on_all_ranks(path)} ({index})" for index, path in enumerate(paths)]
+
+
+def _may_change_shape(variable: Any) -> bool:
+    """Return whether values of more than one shape may be assigned, as TensorFlow allows it."""
+    is_defined = getattr(variable.shape, "is_fully_defined", lambda: True)
+    return not is_defined()
 
 
 def _copied(value: np.ndarray[Any, Any], kept: np.ndarray[Any, Any] | None) -> Any:
