@@ -27,6 +27,7 @@ from hvdlite.ps.server import running, server
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.tables.updater import Added
+from hvdlite.ps.worker import worker as worker_module
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.worker import Worker
@@ -463,8 +464,9 @@ def test_all_that_was_pushed_before_a_worker_leaves_counts(
 
 
 def test_a_worker_that_leaves_says_which_pushes_are_lost(
-    new_cluster: NewCluster, caplog: pytest.LogCaptureFixture
+    new_cluster: NewCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker_module, "LEAVE_SECONDS", 0.5)
     cluster = new_cluster(2, 1, server_seconds=0.3, updater=Added)
     worker = cluster.worker("worker 0")
     spec = TensorSpec("w", "float64", (1000,))

@@ -15,6 +15,7 @@ from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import Registry, TableOptions
+from hvdlite.ps.server import server as server_module
 from hvdlite.ps.tables.clocks import SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowShare, RowsSpec, RowStore, first_rows
@@ -182,7 +183,10 @@ def added_in_one(steps: int, workers: int) -> Array:
 
 
 @pytest.fixture
-def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[RowServer]]:
+def servers(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[RowServer]]:
+    monkeypatch.setattr(server_module, "LOOK_SECONDS", 0.02)
     count = getattr(request, "param", 2)
     made = [RowServer(number, tmp_path, range(2)) for number in range(count)]
     yield made
