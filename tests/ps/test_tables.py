@@ -243,6 +243,7 @@ def test_a_server_that_returns_takes_the_newest_values(
         deliver(table, workers, worker.start(table))
     assert table.version == 7
     assert_same(table.updater.values(), train_in_one(7, range(3)))
+    assert_same(list(table.updater.state().values()), list(saved.state.values()))
     run_step(table, workers, choose)
     assert all(worker.version == 8 for worker in workers.values())
     if every == 1:

@@ -180,9 +180,11 @@ class Table:
 
         The state is in memory of its own.
         """
-        state = {name: array.copy() for name, array in self.updater.state().items()}
-        finished = dict(self.clocks.finished)
-        return Saved(self._values_of(self.version), state, self.version, finished, self._numbers)
+        values, finished = self._values_of(self.version), dict(self.clocks.finished)
+        return Saved(values, self._copied_state(), self.version, finished, self._numbers)
+
+    def _copied_state(self) -> dict[str, Array]:
+        return {name: array.copy() for name, array in self.updater.state().items()}
 
     def start(
         self, peer: bytes, worker: int, message: Message, workers: Collection[int]
@@ -257,7 +259,11 @@ class Table:
         values = self._first_values_of(worker, message)
         start = self._starts.waiting[worker]
         start.peer, start.request = peer, message.request
+        # Nobody has a newer state than the snapshot has.
+        state = self._copied_state() if self._restored else {}
         self.updater.begin(values)
+        if self._restored:
+            self.updater.load(state)
         if start.version > self.version:
             self._state_of = self.version
         self.clocks.version, self.load = max(start.version, 0), max(start.load, self.load)
