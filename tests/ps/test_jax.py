@@ -198,6 +198,9 @@ def test_gradients_that_do_not_fit_are_named(job: Job) -> None:
 
 NORM = optax.chain(optax.zero_nans(), optax.clip_by_global_norm(1e3), optax.sgd(0.1))
 MASKED = optax.adamw(0.1, mask=lambda params: jax.tree_util.tree_map(lambda x: x.ndim > 1, params))
+BY_PATH = partial(jax.tree_util.tree_map_with_path, lambda path, _: "'w'" in str(path))
+DECAYED = optax.chain(optax.masked(optax.add_decayed_weights(0.1), BY_PATH), optax.sgd(0.1))
+LABELED = optax.multi_transform({True: optax.adam(0.1), False: optax.sgd(0.1)}, BY_PATH)
 LABELS = optax.multi_transform({"a": optax.sgd(0.1), "b": optax.sgd(1.0)}, {"w": "a", "b": "b"})
 
 
@@ -212,7 +215,8 @@ LABELS = optax.multi_transform({"a": optax.sgd(0.1), "b": optax.sgd(1.0)}, {"w":
     ],
 )  # fmt: skip
 def test_what_treats_elements_alone_is_taken(optimizer: Any, partition: str) -> None:
-    check_pieces(optimizer, "none", whole=partition == "tensor")
+    params = [{"w": jnp.ones((9, 2)), "b": jnp.ones(9)}, jnp.float16(1.0), jnp.ones((3, 0, 2))]
+    check_pieces(optimizer, params, "none", whole=partition == "tensor")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +229,10 @@ def test_what_treats_elements_alone_is_taken(optimizer: Any, partition: str) -> 
         (optax.scale_by_factored_rms(), "element", "neither one for each element nor one for all"),
         (optax.apply_if_finite(optax.sgd(0.1), 3), "element", "gives other values"),
         (LABELS, "tensor", "raises"),
+        (DECAYED, "element", "depend on the paths"),
+        (DECAYED, "tensor", "depend on the paths"),
+        (LABELED, "element", "depend on the paths"),
+        (LABELED, "tensor", "depend on the paths"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(optimizer: Any, partition: str, said: str) -> None:

@@ -30,8 +30,8 @@ TABLE = "optimizer"
 _REMEDIES = {
     "element": (
         "servers step over flat pieces of many arrays, and need one that treats each element on "
-        "its own, as sgd, adam and adamw do. Clip gradients by their norm before step(), or give "
-        "partition='tensor', which keeps arrays whole"
+        "its own, as sgd, adam and adamw do. Clip gradients by their norm before step(), leave out "
+        "labels and masks, or give partition='tensor', which keeps arrays whole"
     ),
     "tensor": (
         "servers step over each array on its own. Clip gradients by their norm before step(), and "
@@ -68,7 +68,7 @@ def DistributedOptimizer(  # noqa: N802
     """
     options = TableOptions.of(mode, staleness, op, scale, partition)
     arrays = _named_arrays(params)
-    check_pieces(optimizer, _REMEDIES[partition], whole=partition == "tensor")
+    check_pieces(optimizer, params, _REMEDIES[partition], whole=partition == "tensor")
     if context.role() == "server":
         stay_on_cpus()
         serve(lambda described: updater_for(optimizer, described, whole=partition == "tensor"))
