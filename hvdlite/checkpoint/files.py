@@ -137,6 +137,8 @@ class Reader:
         stored_dtype = record.dtype
         if record.dtype == "complex128":
             stored_shape, stored_dtype = [*stored_shape, 2], "float64"
+        # Before the read: this makes bfloat16 known to numpy, by whose names safetensors asks it.
+        expected = numpy_dtype(stored_dtype)
         file = self._file(source, name)
         try:
             # A slice of a scalar does not exist; one of a tensor is read without the rest.
@@ -145,7 +147,7 @@ class Reader:
             array: Array = file.get_tensor(name) if place is None else part[place]
         except safetensors().SafetensorError as error:
             raise self._damaged(source, name, str(error)) from error
-        if shape != stored_shape or array.dtype != numpy_dtype(stored_dtype):
+        if shape != stored_shape or array.dtype != expected:
             raise self._damaged(
                 source,
                 name,

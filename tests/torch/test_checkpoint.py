@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,22 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path) -> None:
     fresh = {name: torch.zeros_like(value) for name, value in state.items()}
     hvd.checkpoint.load(tmp_path / "it", fresh)
     assert all(torch.equal(fresh[name], value) for name, value in state.items())
+
+
+LOADS_BFLOAT16 = """
+import sys, torch, hvdlite.torch as hvd
+assert not {"ml_dtypes", "tensorflow", "jax"} & sys.modules.keys()
+state = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+hvd.checkpoint.load(sys.argv[1], state)
+assert state["w"].tolist() == [2.5] * 3
+"""
+
+
+def test_a_fresh_process_loads_bfloat16(tmp_path: Path) -> None:
+    """Numpy knows it by what another package registers, which nothing has imported there."""
+    hvd.checkpoint.save(tmp_path / "it", {"w": torch.full((3,), 2.5, dtype=torch.bfloat16)})
+    command = [sys.executable, "-c", LOADS_BFLOAT16, str(tmp_path / "it")]
+    subprocess.run(command, check=True, timeout=60)
 
 
 class Wrapped:
