@@ -61,7 +61,8 @@ class CheckpointForms:
 
         `state` and `layouts` are as for `save`; the layouts, and the number of ranks, may be others
         than those of the save. A rank reads what it needs and nothing else. Entries of the
-        checkpoint that the state does not have are left out.
+        checkpoint that the state does not have are left out, but for those of optimizers and of
+        objects with `load_state_dict`, which get all that was saved of them.
 
         - `strict`: raise `KeyError` for a name that the checkpoint lacks; else keep it, and warn.
         - `cast`: convert values to the dtypes of the state instead of raising `ValueError`.
@@ -235,4 +236,4 @@ def _consolidate(source: Folder, target: Folder) -> None:
     with Reader(found) as reader:
         for name, record in found.tensors.items():
             arrays[name] = reader.read(name, tuple((0, length) for length in record.shape))
-    saving.write_alone(target, arrays, found.values)
+    saving.write_alone(target, arrays, found.values, found.keys)

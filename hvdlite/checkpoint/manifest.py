@@ -119,12 +119,29 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A place in a list, as one of the keys that lead to an entry."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return str(self.index)
+
+
+Keys = tuple[Any, ...]  # None, str, int, float, bool and Place
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """All tensors and values of a checkpoint, and its files in the order of the ranks."""
+    """All tensors and values of a checkpoint, and its files in the order of the ranks.
+
+    `keys` has the keys of entries in the states of objects, where their names do not tell them.
+    """
 
     files: tuple[Path, ...]
     tensors: Mapping[str, Record]
     values: Mapping[str, Any]
+    keys: Mapping[str, Keys] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -152,6 +169,7 @@ def write(manifest: Manifest, folder: Path) -> None:
         "files": [path.name for path in manifest.files],
         "tensors": tensors,
         "values": manifest.values,
+        **({"keys": keys_to_json(manifest.keys)} if manifest.keys else {}),
     }
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
 
@@ -185,7 +203,30 @@ def _manifest(content: Mapping[str, Any], folder: Path) -> Manifest:
         raise ValueError(f"its files are {content['files']!r}")
     files = tuple(folder / name for name in content["files"])
     tensors = {name: _record(name, entry, len(files)) for name, entry in content["tensors"].items()}
-    return Manifest(files, tensors, dict(content["values"]))
+    return Manifest(files, tensors, dict(content["values"]), keys_of_json(content.get("keys", {})))
+
+
+def keys_to_json(keys: Mapping[str, Keys]) -> dict[str, list[Any]]:
+    """Return keys as JSON has them, a place in a list as a list."""
+    return {
+        name: [[key.index] if isinstance(key, Place) else key for key in path]
+        for name, path in keys.items()
+    }
+
+
+def keys_of_json(written: Mapping[str, Any]) -> dict[str, Keys]:
+    """Return the keys that a checkpoint has. Raises `ValueError` for what are none."""
+    keys = {
+        name: tuple(Place(*key) if isinstance(key, list) else key for key in path)
+        for name, path in written.items()
+    }
+    for name, path in keys.items():
+        if not all(
+            type(key.index) is int if isinstance(key, Place) else not isinstance(key, dict)
+            for key in path
+        ):
+            raise ValueError(f"the keys of {name!r} are {written[name]!r}")
+    return keys
 
 
 def _record(name: str, entry: Mapping[str, Any], ranks: int) -> Record:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdlite.checkpoint import compression, files, manifest, trees
+from hvdlite.checkpoint import compression, files, keys, manifest, trees
 from hvdlite.checkpoint.job import check_same, place, together
-from hvdlite.checkpoint.manifest import Folder, Manifest, Record
+from hvdlite.checkpoint.manifest import Folder, Keys, Manifest, Record
 from hvdlite.checkpoint.tensors import Array, Tensors, kinds_of
 from hvdlite.checkpoint.trees import given_layouts
 from hvdlite.common.layouts.layout import Layout, whole
@@ -19,11 +19,15 @@ from hvdlite.common.layouts.transfer import writers
 
 @dataclass(frozen=True)
 class Plan:
-    """What a save writes: the description of all tensors, this rank's tensors, and the values."""
+    """What a save writes: the description of all tensors, this rank's tensors, and the values.
+
+    `keys` are those of the `Manifest`.
+    """
 
     records: Mapping[str, Record]
     tensors: Mapping[str, Any]
     values: Mapping[str, Any]
+    keys: Mapping[str, Keys]
 
     @property
     def facts(self) -> dict[str, str]:
@@ -38,7 +42,7 @@ class Plan:
         """Return the same plan for all other tensors."""
         records = {name: each for name, each in self.records.items() if name not in names}
         tensors = {name: each for name, each in self.tensors.items() if name not in names}
-        return Plan(records, tensors, self.values)
+        return Plan(records, tensors, self.values, self.keys)
 
 
 def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors) -> None:
@@ -78,21 +82,16 @@ def file_name(rank: int, ranks: int) -> str:
 def plan_of(state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors, ranks: int) -> Plan:
     """Return what to write of a state. Raises `TypeError` and `ValueError` for what is wrong."""
     tree = trees.expand(state, tensors, None)
-    found: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for name, leaf in trees.leaves(tree, tensors):
-        if tensors.is_tensor(leaf):
-            found[name] = leaf
-        else:
-            trees.check_value(leaf, name)
-            values[name] = leaf
+    entries, keys_of_entries = keys.to_save(tree, tensors)
+    found = {name: each for name, each in entries.items() if tensors.is_tensor(each)}
+    values = {name: each for name, each in entries.items() if name not in found}
     kinds = kinds_of(found, tensors)
     given = given_layouts(layouts, kinds, tree, ranks)
     records = {
         name: _record(name, given.get(name), dtype, shape, ranks)
         for name, (dtype, shape) in kinds.items()
     }
-    return Plan(records, found, values)
+    return Plan(records, found, values, keys_of_entries)
 
 
 def _record(
@@ -131,11 +130,16 @@ def finish(
         name: Record(record.layout, record.shape, record.dtype, digests[name])
         for name, record in plan.records.items()
     }
-    manifest.write(Manifest(paths, records, plan.values), folder.new)
+    manifest.write(Manifest(paths, records, plan.values, plan.keys), folder.new)
     folder.commit()
 
 
-def write_alone(folder: Folder, arrays: Mapping[str, Array], values: Mapping[str, Any]) -> None:
+def write_alone(
+    folder: Folder,
+    arrays: Mapping[str, Array],
+    values: Mapping[str, Any],
+    keys_of_entries: Mapping[str, Keys],
+) -> None:
     """Write whole tensors as a checkpoint of one rank, whose file is `model.safetensors`."""
     folder.prepare()
     try:
@@ -145,7 +149,7 @@ def write_alone(folder: Folder, arrays: Mapping[str, Array], values: Mapping[str
             name: Record(whole(array.ndim), array.shape, array.dtype.name, {0: digests[name]})
             for name, array in arrays.items()
         }
-        manifest.write(Manifest((path,), records, values), folder.new)
+        manifest.write(Manifest((path,), records, values, keys_of_entries), folder.new)
         folder.commit()
     except BaseException:
         folder.discard()

@@ -44,6 +44,8 @@ class Owner:
     follows: Mapping[str, str] = field(default_factory=dict)
     # The layouts of tensors in the tree that are never whole, by their names there.
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    # Whether a load gives it all that the checkpoint has of it, and not what it holds alone.
+    takes_all: bool = False
     # The tree with its own owners in it, and lists where it has tuples; set by `trees.expand`.
     expanded: Any = None
 

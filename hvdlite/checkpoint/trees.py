@@ -41,12 +41,12 @@ def _expand(tree: Any, name: str, tensors: Tensors, state: Any, manifest: Manife
         return owner
     if isinstance(tree, Mapping):
         return {
-            key: _expand(value, _join(name, key), tensors, state, manifest)
+            key: _expand(value, join(name, key), tensors, state, manifest)
             for key, value in tree.items()
         }
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return [
-            _expand(value, _join(name, index), tensors, state, manifest)
+            _expand(value, join(name, index), tensors, state, manifest)
             for index, value in enumerate(tree)
         ]
     return tree
@@ -69,21 +69,22 @@ def _leaves(tree: Any, tensors: Tensors, name: str) -> Iterator[tuple[str, Any]]
     tree = tree.expanded if isinstance(tree, Owner) else tree
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _leaves(value, tensors, _join(name, key))
-    elif isinstance(tree, list) and _has_tensor(tree, tensors):
+            yield from _leaves(value, tensors, join(name, key))
+    elif isinstance(tree, list) and has_tensor(tree, tensors):
         for index, value in enumerate(tree):
-            yield from _leaves(value, tensors, _join(name, index))
+            yield from _leaves(value, tensors, join(name, index))
     else:
         yield name, tree
 
 
-def _has_tensor(tree: Any, tensors: Tensors) -> bool:
+def has_tensor(tree: Any, tensors: Tensors) -> bool:
+    """Return whether there is a tensor, or an object that may have some, in an expanded state."""
     if isinstance(tree, Owner):
         return True
     if isinstance(tree, dict):
-        return any(_has_tensor(value, tensors) for value in tree.values())
+        return any(has_tensor(value, tensors) for value in tree.values())
     if isinstance(tree, list):
-        return any(_has_tensor(value, tensors) for value in tree)
+        return any(has_tensor(value, tensors) for value in tree)
     return tensors.is_tensor(tree)
 
 
@@ -99,11 +100,11 @@ def fill(
         return installed if tree.is_replaced else original
     if isinstance(tree, dict):
         for key, value in tree.items():
-            original[key] = fill(original[key], value, found, tensors, _join(name, key))
+            original[key] = fill(original[key], value, found, tensors, join(name, key))
         return original
-    if isinstance(tree, list) and _has_tensor(tree, tensors):
+    if isinstance(tree, list) and has_tensor(tree, tensors):
         filled = [
-            fill(original[index], value, found, tensors, _join(name, index))
+            fill(original[index], value, found, tensors, join(name, index))
             for index, value in enumerate(tree)
         ]
         if isinstance(original, tuple):
@@ -139,7 +140,7 @@ def empty_dicts(tree: Any, name: str = "") -> Iterator[str]:
         if not tree and name:
             yield name
         for key, value in tree.items():
-            yield from empty_dicts(value, _join(name, key))
+            yield from empty_dicts(value, join(name, key))
 
 
 def of_owners(
@@ -148,15 +149,16 @@ def of_owners(
     """Yield what owners say of their tensors, with the names of these in the state."""
     if isinstance(tree, Owner):
         for key, other in what(tree).items():
-            yield _join(name, key), other
+            yield join(name, key), other
         tree = tree.expanded
     if isinstance(tree, (dict, list)):
         children = tree.items() if isinstance(tree, dict) else enumerate(tree)
         for child, value in children:
-            yield from of_owners(value, what, _join(name, child))
+            yield from of_owners(value, what, join(name, child))
 
 
-def _join(name: str, key: Any) -> str:
+def join(name: str, key: Any) -> str:
+    """Return the name of what is under a key."""
     return f"{name}.{key}" if name else str(key)
 
 
@@ -212,7 +214,7 @@ def _things(tree: Any, name: str, tensors: Tensors) -> Iterator[tuple[str, Any]]
     else:
         children = tensors.parts(tree).items()
     for key, value in children:
-        yield from _things(value, _join(name, key), tensors)
+        yield from _things(value, join(name, key), tensors)
 
 
 # The layouts that a user gives for the tensors of a state, and what follows from them.

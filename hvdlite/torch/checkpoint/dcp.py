@@ -6,6 +6,7 @@ tensors: load only checkpoints that you trust.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -18,17 +19,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 
-from hvdlite.checkpoint import loading, saving, trees
+from hvdlite.checkpoint import keys, loading, saving, trees
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.loading import Options
-from hvdlite.checkpoint.manifest import Folder, Manifest, Record
+from hvdlite.checkpoint.manifest import (
+    Folder,
+    Keys,
+    Manifest,
+    Record,
+    keys_of_json,
+    keys_to_json,
+)
 from hvdlite.checkpoint.tensors import Part, Tensors, kinds_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.layouts.layout import whole
 from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor, local
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_tensor
+
+_KEYS = "hvdlite.keys"  # in the `planner_data` of the description: see `Manifest.keys`
 
 
 class _ShapesOnly(TorchTensors):
@@ -48,7 +59,7 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
     rank = place()[0]
     flat: dict[str, Any] = {}
 
-    def prepare() -> None:
+    def prepare() -> dict[str, Keys]:
         _check_group()
         _check_no_layouts(layouts)
         tree = trees.expand(state, tensors, None)
@@ -57,18 +68,19 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
                 f"{name!r} is another one on each rank, which a state with DTensors cannot have: "
                 "save this optimizer on its own"
             )
-        for name, leaf in trees.leaves(tree, tensors):
-            if not tensors.is_tensor(leaf):
-                trees.check_value(leaf, name)
-            flat[name] = leaf
+        entries, keys_of_entries = keys.to_save(tree, tensors)
+        flat.update(entries)
         for name, (dtype, _) in kinds_of(flat, tensors).items():
             flat[name] = _of_torch(flat[name], dtype)
         if rank == 0:
             folder.prepare()
+        return keys_of_entries
 
     try:
-        together(what, prepare)
-        together(what, lambda: _unwrapped(what, lambda: _save(folder, flat)))
+        # Ranks may hold different entries, and rank 0 describes all of them.
+        of_ranks = together(what, prepare)
+        written = keys_to_json({name: path for each in of_ranks for name, path in each.items()})
+        together(what, lambda: _unwrapped(what, lambda: _save(folder, flat, written)))
         together(what, lambda: folder.commit() if rank == 0 else None)
     except BaseException:
         if rank == 0:
@@ -83,10 +95,24 @@ def _of_torch(tensor: Any, dtype: str) -> torch.Tensor:
     return as_tensor(np.asarray(tensor).astype(numpy_dtype(dtype)))
 
 
-def _save(folder: Folder, flat: dict[str, Any]) -> None:
+class _SavePlanner(DefaultSavePlanner):
+    """Writes the keys of entries to the place where DCP has such things of its own."""
+
+    def __init__(self, written: Mapping[str, Any]) -> None:
+        # The names are final: DCP would take lists of values apart, and leave out empty dicts.
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._written = written
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        if self._written:
+            metadata = dataclasses.replace(metadata, planner_data={_KEYS: self._written})
+        return plans, metadata
+
+
+def _save(folder: Folder, flat: dict[str, Any], written: Mapping[str, Any]) -> None:
     writer = FileSystemWriter(folder.new)
-    # The names are final: DCP would take lists of values apart.
-    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner = _SavePlanner(written)
     state_dict_saver.save(flat, storage_writer=writer, planner=planner)
 
 
@@ -148,18 +174,19 @@ def consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
 
 
 def _consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
+    metadata = _metadata(source)
     flat: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
         else None
-        for name, entry in _metadata(source).state_dict_metadata.items()
+        for name, entry in metadata.state_dict_metadata.items()
     }
     _unwrapped(f"consolidation of {source.path}", lambda: _load(source, flat, True))
     arrays = {name: tensors.array(leaf) for name, leaf in flat.items() if tensors.is_tensor(leaf)}
     values = {name: leaf for name, leaf in flat.items() if name not in arrays}
     for name, value in values.items():
         trees.check_value(value, name)
-    saving.write_alone(target, arrays, values)
+    saving.write_alone(target, arrays, values, _manifest(metadata).keys)
 
 
 def _metadata(folder: Folder) -> Metadata:
@@ -182,7 +209,7 @@ def _manifest(metadata: Metadata) -> Manifest:
             records[name] = Record(whole(len(entry.size)), tuple(entry.size), dtype)
         else:
             values[name] = None
-    return Manifest((), records, values)
+    return Manifest((), records, values, keys_of_json((metadata.planner_data or {}).get(_KEYS, {})))
 
 
 def _check_no_layouts(layouts: Mapping[str, Any] | None) -> None:

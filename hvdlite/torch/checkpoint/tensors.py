@@ -6,7 +6,6 @@ not made a step has no state: a load makes what the checkpoint has for it.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
@@ -17,9 +16,9 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_map
 
 from hvdlite.checkpoint import compression
-from hvdlite.checkpoint.manifest import Manifest, Record
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Part, Tensors
 from hvdlite.common.layouts.layout import from_placements
+from hvdlite.torch.checkpoint.completion import complete_parameters, completed
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
 
 
@@ -82,7 +81,9 @@ class TorchTensors(Tensors):
         if isinstance(thing, torch.optim.Optimizer):
             return optimizer_state(thing, context, self.whole.get(id(thing)))
         if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
-            return Owner(thing, dict(thing.state_dict()), thing.load_state_dict)
+            own = dict(thing.state_dict())
+            tree = own if context.manifest is None else own | completed(own, "", context)
+            return Owner(thing, tree, thing.load_state_dict, takes_all=True)
         return None
 
     def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
@@ -139,10 +140,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return held
 
 
-_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
 def is_divided(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether each rank has another part of the state, by ``shard_state=True``."""
     module = sys.modules.get("hvdlite.torch.sharded_state.optimizer")
@@ -184,9 +181,9 @@ def optimizer_state(
     # Numbers of numpy, which schedules compute, are no tensors here.
     groups = tree_map(lambda each: each.item() if isinstance(each, np.generic) else each, groups)
     if context.manifest is not None:
-        _complete(state, dict(zip(names.values(), parameters, strict=True)), context)
-        others |= _completed(others, "others", context)
-        groups = _completed(groups, "param_groups", context)
+        complete_parameters(state, dict(zip(names.values(), parameters, strict=True)), context)
+        others |= completed(others, "others", context)
+        groups = completed(groups, "param_groups", context)
     follows = {
         f"state.{name}.{key}": name
         for name, entries in state.items()
@@ -232,88 +229,3 @@ def _named_parameters(state: Any, prefix: str) -> Iterator[tuple[int, str]]:
     elif isinstance(state, (list, tuple)):
         for index, value in enumerate(state):
             yield from _named_parameters(value, f"{prefix}{index}.")
-
-
-def _complete(
-    state: dict[str, dict[str, Any]], parameters: Mapping[str, torch.Tensor], context: Context
-) -> None:
-    """Make the state of parameters what the checkpoint has, of which the optimizer may have none.
-
-    Raises `ValueError` where it has no such parameter.
-    """
-    manifest = context.manifest
-    assert manifest is not None
-    prefix = f"{context.prefix}state."
-    found: dict[str, Any] = {}
-    for full_name in manifest.names:
-        if not full_name.startswith(prefix):
-            continue
-        name, _, path = full_name.removeprefix(prefix).rpartition(".")
-        while name not in state and path.partition(".")[0].isdigit():  # A place in a list.
-            name, _, key = name.rpartition(".")
-            path = f"{key}.{path}"
-        if name not in state:
-            raise ValueError(
-                f"the checkpoint has {full_name!r}, and the optimizer no parameter of that name: "
-                "give the state the same models, under the same names, as it was saved with"
-            )
-        _put(found.setdefault(name, {}), path, full_name)
-    for name, entries in found.items():
-        new = functools.partial(_new, parameters[name], manifest.tensors.get(name))
-        state[name] |= _as_saved(state[name], entries, manifest, new)
-
-
-def _completed(own: Any, name: str, context: Context) -> Any:
-    """Return what the checkpoint has beside the state of parameters, as `_as_saved` does."""
-    manifest = context.manifest
-    assert manifest is not None
-    full_name = f"{context.prefix}{name}"
-    if full_name in manifest.values:
-        return _as_saved(own, full_name, manifest, _zeros)
-    found: dict[str, Any] = {}
-    for each in manifest.names:
-        if each.startswith(f"{full_name}."):
-            _put(found, each.removeprefix(f"{full_name}."), each)
-    return _as_saved(own, found, manifest, _zeros) if found else own
-
-
-def _put(nested: dict[str, Any], path: str, name: str) -> None:
-    *keys, last = path.split(".")
-    for key in keys:
-        nested = nested.setdefault(key, {})
-    nested[last] = name
-
-
-def _as_saved(
-    own: Any, found: Any, manifest: Manifest, new: Callable[[Record], torch.Tensor]
-) -> Any:
-    """Return what a checkpoint can be loaded into that has tensors and lists where `own` has not.
-
-    `found` is a name, or dicts of such by the keys of dicts and lists. Tensors that are there stay.
-    """
-    if isinstance(found, str):
-        record = manifest.tensors.get(found)
-        if record is None:  # One value, in which there are no tensors.
-            return tree_map(lambda each: None if isinstance(each, _ARRAYS) else each, own)
-        return own if isinstance(own, _ARRAYS) else new(record)
-    held = dict(enumerate(own)) if isinstance(own, (list, tuple)) else own
-    keys = {str(key): key for key in held} if isinstance(held, dict) else {}
-    made = {
-        keys.get(key, key): _as_saved(held[keys[key]] if key in keys else None, each, manifest, new)
-        for key, each in found.items()
-    }
-    if isinstance(own, dict) or {str(key) for key in made} != set(map(str, range(len(made)))):
-        return made
-    return (tuple if isinstance(own, tuple) else list)(made[key] for key in sorted(made, key=int))
-
-
-def _new(parameter: torch.Tensor, of_parameter: Record | None, record: Record) -> torch.Tensor:
-    """Return a tensor for a state, as large as the part of its parameter where it is cut alike."""
-    full_shape = tuple(parameter.shape) if of_parameter is None else of_parameter.shape
-    if record.shape == full_shape:
-        return torch.zeros_like(parameter, dtype=_DTYPES[record.dtype], requires_grad=False)
-    return _zeros(record)
-
-
-def _zeros(record: Record) -> torch.Tensor:
-    return torch.zeros(record.shape, dtype=_DTYPES[record.dtype])
