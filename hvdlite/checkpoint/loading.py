@@ -109,7 +109,7 @@ def plan_of(
 ) -> Plan:
     """Return what to read; nothing is changed. Raises `KeyError`, `TypeError`, `ValueError`."""
     tree = trees.expand(state, tensors, manifest)
-    _check_empty_dicts(tree, manifest)
+    _check_empty_dicts(tree, manifest, options)
     leaves = dict(trees.leaves(tree, tensors))
     kinds = kinds_of(leaves, tensors)
     given = given_layouts(layouts, kinds, tree, ranks)
@@ -179,13 +179,25 @@ def _wanted(
     return Wanted(tensor, box, dtype)
 
 
-def _check_empty_dicts(tree: Any, manifest: Manifest) -> None:
+def _check_empty_dicts(tree: Any, manifest: Manifest, options: Options) -> None:
     """Raise `ValueError` where the checkpoint has much for a dict in which there is nothing."""
-    for name in trees.empty_dicts(tree):
+    for name, is_of_optimizer in trees.empty_dicts(tree):
         lost = [each for each in manifest.names if each.startswith(f"{name}.")]
-        if lost:
+        if not lost:
+            continue
+        sentence = (
+            f"{name!r} of the state is empty, and the checkpoint has {len(lost)} entries for it"
+        )
+        if is_of_optimizer:
             raise ValueError(
-                f"{name!r} of the state is empty, and the checkpoint has {len(lost)} entries for "
-                "it: an optimizer has no state before its first step. Give the optimizer itself "
-                "instead of its state_dict()"
+                f"{sentence}: an optimizer has no state before its first step. Give the optimizer "
+                "itself instead of its state_dict()"
             )
+        shown = f"{', '.join(map(repr, lost[:3]))}{', ...' if len(lost) > 3 else ''}"
+        if not options.strict:
+            warn_user(f"{sentence}, {shown}: it is kept empty")
+            continue
+        raise ValueError(
+            f"{sentence}, {shown}: of a dict, the names that it has are loaded. Put these into it, "
+            "or leave it out (strict=False keeps it empty)"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.checkpoint.job import check_same, together
@@ -133,14 +133,19 @@ def _like(original: Any, value: Any) -> Any:
     return value
 
 
-def empty_dicts(tree: Any, name: str = "") -> Iterator[str]:
-    """Yield the names of the dicts of an expanded state in which there is nothing."""
+def empty_dicts(
+    tree: Any, name: str = "", beside: Container[Any] = ()
+) -> Iterator[tuple[str, bool]]:
+    """Yield the names of the dicts of an expanded state in which there is nothing.
+
+    And whether each may be the state of an optimizer, by what is `beside` it.
+    """
     tree = tree.expanded if isinstance(tree, Owner) else tree
     if isinstance(tree, dict):
         if not tree and name:
-            yield name
+            yield name, name.rpartition(".")[2] == "state" and "param_groups" in beside
         for key, value in tree.items():
-            yield from empty_dicts(value, join(name, key))
+            yield from empty_dicts(value, join(name, key), tree)
 
 
 def of_owners(

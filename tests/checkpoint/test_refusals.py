@@ -162,9 +162,30 @@ def test_what_a_load_refuses(tmp_path: Path) -> None:
 
 def test_an_empty_dict_that_the_checkpoint_has_entries_for(tmp_path: Path) -> None:
     """A fresh optimizer's state_dict() has no state: loading nothing of it would be silent."""
-    hvd.checkpoint.save(tmp_path / "it", {"optimizer": {"state": {0: FULL}}})
-    with pytest.raises(ValueError, match=r"'optimizer.state' of the state is empty.* 1 entries"):
-        hvd.checkpoint.load(tmp_path / "it", {"optimizer": {"state": {}}})
+    hvd.checkpoint.save(tmp_path / "it", {"optimizer": {"state": {0: FULL}, "param_groups": []}})
+    for strict in (True, False):
+        with pytest.raises(
+            ValueError,
+            match=r"'optimizer.state' of the state is empty.* 1 entries.*optimizer itself",
+        ):
+            fresh = {"optimizer": {"state": {}, "param_groups": []}}
+            hvd.checkpoint.load(tmp_path / "it", fresh, strict=strict)
+
+
+@pytest.mark.parametrize("name", ["history", "state"])
+def test_an_empty_dict_that_is_of_no_optimizer(tmp_path: Path, name: str) -> None:
+    saved = {"epoch": 1, name: {f"epoch{number}": 0.5 for number in range(4)}}
+    hvd.checkpoint.save(tmp_path / "it", saved)
+    state: dict[str, Any] = {"epoch": 0, name: {}}
+    with pytest.raises(ValueError) as caught:
+        hvd.checkpoint.load(tmp_path / "it", state)
+    for part in (f"'{name}' of the state is empty", "4 entries for it, ", f"'{name}.epoch0'",
+                 "the names that it has", "strict=False"):  # fmt: skip
+        assert part in str(caught.value)
+    assert "optimizer" not in str(caught.value)
+    with pytest.warns(UserWarning, match=rf"'{name}' of the state is empty.*kept empty"):
+        hvd.checkpoint.load(tmp_path / "it", state, strict=False)
+    assert state == {"epoch": 1, name: {}}
 
 
 def test_what_a_save_refuses(tmp_path: Path) -> None:
