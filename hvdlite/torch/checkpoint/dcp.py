@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -36,6 +35,7 @@ from hvdlite.checkpoint.tensors import Part, Tensors, kinds_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.layouts.layout import whole
 from hvdlite.common.tensors.adapter import numpy_dtype
+from hvdlite.torch.checkpoint import dcp_files
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor, local
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_tensor
 
@@ -111,7 +111,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def _save(folder: Folder, flat: dict[str, Any], written: Mapping[str, Any]) -> None:
-    writer = FileSystemWriter(folder.new)
+    writer = dcp_files.Writer(folder.new)
     planner = _SavePlanner(written)
     state_dict_saver.save(flat, storage_writer=writer, planner=planner)
 
@@ -153,7 +153,7 @@ def load(
 
 
 def _load(folder: Folder, flat: dict[str, Any], alone: bool) -> None:
-    reader = FileSystemReader(folder.existing())
+    reader = dcp_files.Reader(folder.existing())
     planner = DefaultLoadPlanner(
         flatten_state_dict=False,
         flatten_sharded_tensors=False,  # which would copy the dict
@@ -192,7 +192,7 @@ def _consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
 def _metadata(folder: Folder) -> Metadata:
     path = folder.existing()
     try:
-        return FileSystemReader(path).read_metadata()
+        return dcp_files.Reader(path).read_metadata()
     except OSError:  # It cannot be read, which is no damage.
         raise
     except Exception as error:  # Damage makes a pickle do anything.
@@ -250,5 +250,4 @@ def _raise_first(what: str, error: CheckpointException) -> NoReturn:
         ) from None
     if isinstance(cause, (OSError, ValueError, KeyError, TypeError, MemoryError)):
         raise cause
-    # torch's reader raises RuntimeError for a file that is cut short or spoiled.
-    raise ValueError(f"{what}: a file is damaged: {type(cause).__name__}: {cause}") from cause
+    raise ValueError(f"{what}: {type(cause).__name__}: {cause}") from cause
