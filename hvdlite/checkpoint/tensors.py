@@ -75,6 +75,10 @@ class Tensors:
         """Return the name of the dtype and the shape of what this rank holds."""
         return tensor.dtype.name, tuple(tensor.shape)
 
+    def has_values(self, tensor: Any) -> bool:
+        """Return whether there is more of a tensor than its dtype and shape."""
+        return True
+
     def array(self, tensor: Any) -> Array:
         """Return the values on the host, which may share the tensor's memory."""
         return np.asarray(tensor)
@@ -113,7 +117,8 @@ class Tensors:
 def kinds_of(leaves: Mapping[str, Any], tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtypes and local shapes of those leaves of a state that are tensors, by their names.
 
-    Raises `ValueError` that names a tensor of a dtype which could be written and never read again.
+    Raises `ValueError` that names a tensor of a dtype which could be written and never read again,
+    or one without values.
     """
     kinds = {}
     for name, leaf in leaves.items():
@@ -123,6 +128,11 @@ def kinds_of(leaves: Mapping[str, Any], tensors: Tensors) -> dict[str, tuple[str
             kinds[name] = tensors.kind(leaf)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
+        if not tensors.has_values(leaf):
+            raise ValueError(
+                f"{name!r} is on the meta device, where tensors have no values: create it on "
+                "another one, or give its module memory by to_empty() and values before this"
+            )
         if kinds[name][0] not in DTYPES:
             raise ValueError(
                 f"{name!r} is {kinds[name][0]}, which checkpoints do not have: convert it to one "

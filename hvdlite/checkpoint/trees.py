@@ -209,8 +209,15 @@ def gathered(what: str, state: Any, tensors: Tensors) -> Tensors:
     return result
 
 
-def _things(tree: Any, name: str, tensors: Tensors) -> Iterator[tuple[str, Any]]:
-    """Yield all that a state holds, on every level, with the names."""
+def _things(
+    tree: Any, name: str, tensors: Tensors, around: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield all that a state holds, on every level, with the names.
+
+    Raises `ValueError` for a dict or list that is also `around` itself.
+    """
+    if any(tree is each for each in around):
+        raise ValueError(f"{name!r} is a dict or list that contains itself: take it out of there")
     yield name or "the state", tree
     if isinstance(tree, Mapping):
         children: Iterable[tuple[Any, Any]] = tree.items()
@@ -219,7 +226,7 @@ def _things(tree: Any, name: str, tensors: Tensors) -> Iterator[tuple[str, Any]]
     else:
         children = tensors.parts(tree).items()
     for key, value in children:
-        yield from _things(value, join(name, key), tensors)
+        yield from _things(value, join(name, key), tensors, (*around, tree))
 
 
 # The layouts that a user gives for the tensors of a state, and what follows from them.

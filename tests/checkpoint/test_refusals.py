@@ -198,6 +198,10 @@ def test_what_a_save_refuses(tmp_path: Path) -> None:
         refused({"a": [{1: 2}]})
     with pytest.raises(ValueError, match=r"two entries of the state have the name 'a\.b'"):
         refused({"a": {"b": 1}, "a.b": 2})
+    state: dict[str, Any] = {"a": {"b": [1]}}
+    state["a"]["b"].append(state["a"])
+    with pytest.raises(ValueError, match=r"'a\.b\.1' is a dict or list that contains itself"):
+        refused(state)
     for value in (
         np.ones(2, ml_dtypes.float8_e4m3fn),
         np.array(["a"]),

@@ -260,6 +260,16 @@ def test_refused_tensors(tmp_path: Path) -> None:
         hvd.checkpoint.save(tmp_path / "it", {"a": {"w": torch.eye(3).to(torch.float8_e4m3fn)}})
 
 
+def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match=r"'net\.weight' is on the meta device.*to_empty"):
+        hvd.checkpoint.save(tmp_path / "it", {"net": net})
+    hvd.checkpoint.save(tmp_path / "it", {"net": torch.nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"'net\.weight' is on the meta device.*to_empty"):
+        hvd.checkpoint.load(tmp_path / "it", {"net": net})
+    assert hvd.checkpoint.infer_layout(net).keys() == {"weight", "bias"}
+
+
 def test_whole_layouts_and_other_frameworks(tmp_path: Path) -> None:
     net = model(0)
     layouts = hvd.checkpoint.infer_layout(net)

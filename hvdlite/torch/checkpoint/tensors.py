@@ -38,6 +38,9 @@ class TorchTensors(Tensors):
             raise ValueError(f"checkpoints have no {tensor.dtype}: convert the tensor")
         return DTYPE_NAMES[tensor.dtype], tuple(local(tensor).shape)
 
+    def has_values(self, tensor: Any) -> bool:
+        return not isinstance(tensor, torch.Tensor) or not local(tensor).is_meta
+
     def array(self, tensor: Any) -> Array:
         if not isinstance(tensor, torch.Tensor):
             return super().array(tensor)
