@@ -145,7 +145,7 @@ def kinds_of(leaves: Mapping[str, Any], tensors: Tensors) -> dict[str, tuple[str
 
 
 # The name of a variable that was given none, as Nadam's product: Keras counts these as well.
-_COUNTED = re.compile(r"variable(_\d+)?")
+COUNTED = re.compile(r"variable(_\d+)?")
 
 
 class VariableTensors(Tensors):
@@ -193,7 +193,7 @@ class VariableTensors(Tensors):
         for variable in variables() if callable(variables) else variables:
             # Keras counts models and optimizers of a process, so the next one has another name.
             name = _path(variable).removeprefix(f"{getattr(holder, 'name', '')}/")
-            if _COUNTED.fullmatch(name):
+            if COUNTED.fullmatch(name):
                 name = attributes.get(id(variable), name)
             for model in models:
                 name = name.removeprefix(f"{model}_")  # in the state of an optimizer

@@ -490,8 +490,31 @@ def test_rates_of_float64_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(updater.values()[0], alone.numpy())
 
 
-def test_a_server_goes_on_after_a_snapshot() -> None:
-    new = partial(keras.optimizers.Adam, 0.1)
+class Unnamed(keras.optimizers.SGD):
+    """Has a number of its own, which Keras names by a count over all optimizers of the process."""
+
+    def build(self, variables: Any) -> None:
+        if not self.built:
+            super().build(variables)
+            self.pace = self.others = None
+            self.pace = keras.Variable(1.0)
+            self.others = [keras.Variable(2.0)]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.pace.assign(self.pace * 0.5)
+        self.others[0].assign(self.others[0] * 0.9)
+        super().update_step(gradient, variable, learning_rate * self.pace * self.others[0])
+
+
+OF_STATE = [
+    keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.Adamax, keras.optimizers.Ftrl,
+    keras.optimizers.Lion, partial(keras.optimizers.RMSprop, momentum=0.5), Unnamed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_STATE)
+def test_a_server_goes_on_after_a_snapshot(kind: Any) -> None:
+    new = partial(kind, 0.1)
     undisturbed, before, after = (KerasUpdater(new()) for _ in range(3))
     random = np.random.default_rng(0)
     gradients = [[random.normal(size=5).astype("float32")] for _ in range(6)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdlite.checkpoint.tensors import COUNTED
 from hvdlite.keras.framework import keras
 from hvdlite.ps.layouts.blocks import Array
 
@@ -92,24 +94,30 @@ class KerasUpdater:
 
     def state(self) -> dict[str, Array]:
         """Return it by ``BLOCK.NAME``; what is one for all blocks, each of them has."""
-        found = {}
-        for variable in self._optimizer.variables:
-            for name in self._names_of(variable):
-                found[name] = _array(variable)
-        return found
+        return {name: _array(variable) for name, variable in self._named()}
 
     def load(self, state: Mapping[str, Array]) -> None:
-        for variable in self._optimizer.variables:
-            for name in self._names_of(variable):
-                if name in state:
-                    variable.assign(state[name].reshape(variable.shape))
+        for name, variable in self._named():
+            if name in state:
+                variable.assign(state[name].reshape(variable.shape))
 
-    def _names_of(self, variable: Any) -> list[str]:
-        """Return the names of a variable of the optimizer: Keras begins them with the block's."""
-        own = _OF_BLOCK.fullmatch(variable.name)
-        if own is not None:
-            return [f"{own['number']}.{own['name']}"]
-        return [f"{number}.{variable.name}" for number in range(len(self._variables))]
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """Yield the variables of the optimizer by their names: Keras begins them with the block's.
+
+        One that was given none, as Nadam's product, Keras names by a count over all that the
+        process has made: here it is counted in its optimizer.
+        """
+        count = itertools.count()
+        for variable in self._optimizer.variables:
+            own = _OF_BLOCK.fullmatch(variable.name)
+            if own is not None:
+                yield f"{own['number']}.{own['name']}", variable
+                continue
+            name = variable.name
+            if COUNTED.fullmatch(name):
+                name = f"variable {next(count)}"
+            for number in range(len(self._variables)):
+                yield f"{number}.{name}", variable
 
 
 def _array(variable: Any) -> Array:
