@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.scheduler import changes
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.server import running
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
@@ -225,6 +227,32 @@ def test_a_number_of_servers_that_cannot_be_is_refused(new_cluster: NewCluster) 
         with pytest.raises(HorovodInternalError, match=f"{count} servers cannot be left of 1"):
             trainer.worker.scale_servers(count)
     trainer.train(3)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_servers_stay_where_a_scheduler_has_forgotten_their_tables(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    joins: bool,
+) -> None:  # fmt: skip
+    """It has come again without what was written down: it would move none of them."""
+    monkeypatch.setattr(changes, "WARNING_SECONDS", 0.2)
+    cluster = new_cluster(2, 2, updater=Adam)
+    pair = trainers(cluster, 2)
+    in_threads(*[partial(trainer.train, 5) for trainer in pair])
+    cluster.scheduler.end()
+    (cluster.folder / "scheduler.json").unlink()
+    cluster.start_scheduler()
+    servers = {("server", 0), ("server", 1)}
+    wait_until(lambda: servers <= cluster.state.membership.members.keys())
+    wait_until(lambda: sum(bool(e.tables) for e in cluster.state.changes.standings.values()) >= 2)
+    if joins:
+        cluster.servers.append(cluster.start_server(2, joins=True))
+        wait_until(lambda: "has not known the table 't' of server" in caplog.text)
+    else:
+        with pytest.raises(HorovodInternalError, match="has not known the table 't' of server"):
+            pair[0].worker.scale_servers(1)
+    in_threads(*[partial(trainer.train, 10) for trainer in pair])
+    assert [bits(trainer.values) for trainer in pair] == [train_in_one(10, both, Adam)] * 2
 
 
 @pytest.mark.parametrize("mode", [ASYNC, SYNC])

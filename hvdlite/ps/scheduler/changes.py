@@ -162,6 +162,8 @@ class Changes:
     def want(self, servers: Any) -> None:
         """Let fewer servers be left. Raises ValueError where they cannot."""
         present = self._registry.layout.num_servers
+        if unknown := self._find_unknown():
+            raise ValueError(unknown)
         if name := self._registry.immovable():
             raise ValueError(
                 f"the tensors of the table '{name}' are whole, and do not move to other servers: "
@@ -199,10 +201,10 @@ class Changes:
         if change is not None and now >= self._ends and not change.is_ready():
             return self._pause(change, now)
         if self._obstacle.is_to_be_said(obstacle, now):
+            remedy = f". {REMEDY}, or leaves (ps.leave)" if obstacle.startswith(WORKER) else ""
             log.warning(
-                "the cluster is to have %d servers, and goes on with %d: %s for %g seconds. %s, or "
-                "leaves (ps.leave)",
-                wanted, layout.num_servers, obstacle, WARNING_SECONDS, REMEDY,
+                "the cluster is to have %d servers, and goes on with %d: %s for %g seconds%s",
+                wanted, layout.num_servers, obstacle, WARNING_SECONDS, remedy,
             )  # fmt: skip
         if change is None and not obstacle:
             self._begin(now)
@@ -262,4 +264,17 @@ class Changes:
                 return f"{role} {number} has not come to the present layout"
             if missing := needed.difference(tables):
                 return f"{role} {number} has not begun the table '{min(missing)}'"
+        return self._find_unknown()
+
+    def _find_unknown(self) -> str:
+        """Return why tables would be lost in a change: no layout has them; empty: all are known."""
+        for (role, number), (peer, _) in self._membership.roll().items():
+            standing = self.standings.get(peer, Standing())
+            unknown = set(standing.tables).difference(self._registry.modes())
+            if role == SERVER and unknown:
+                return (
+                    "the scheduler, which was started again without --ps-snapshot "
+                    f"(HVDLITE_PS_SNAPSHOT), has not known the table '{min(unknown)}' of server "
+                    f"{number}"
+                )
         return ""

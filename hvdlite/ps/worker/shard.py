@@ -22,7 +22,10 @@ from hvdlite.ps.worker.ordered_operations import MovedError, OrderedOperations
 
 
 class PsRolledBack(HorovodInternalError):  # noqa: N818 - the name that users of other servers know
-    """A server has lost steps that no worker can make good. Go on from the step `version`."""
+    """A server has lost steps that no worker can make good. Go on from the step `version`.
+
+    It is a number of `finished_steps`, which do not have those that were made before a load.
+    """
 
     def __init__(self, message: str, version: int) -> None:
         super().__init__(message, job_goes_on=True)
