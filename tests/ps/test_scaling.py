@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -229,6 +230,44 @@ def test_a_number_of_servers_that_cannot_be_is_refused(new_cluster: NewCluster) 
     trainer.train(3)
 
 
+def has_beaten(before: Mapping[Any, float], members: Mapping[Any, Any]) -> bool:
+    return all(members[key].heard > heard for key, heard in before.items())
+
+
+def lose_scheduler(cluster: Cluster) -> None:
+    """Start a scheduler that knows nothing of its predecessor."""
+    cluster.scheduler.end()
+    (cluster.folder / "scheduler.json").unlink()
+    cluster.start_scheduler()
+
+
+def test_no_step_is_made_without_a_worker_that_a_new_scheduler_does_not_know_yet(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(2, 2)
+    pair = trainers(cluster, 2)
+    in_threads(*[partial(trainer.train, 5) for trainer in pair])
+    goes_on = threading.Event()
+    pair[1].worker._client.call(goes_on.wait)  # It is late with its hello.
+    lose_scheduler(cluster)
+    members = cluster.state.membership.members
+    met = threading.Event()
+    meets = threading.Thread(target=lambda: (pair[0].worker.barrier(), met.set()), daemon=True)
+    meets.start()
+    for _ in range(3):  # Beats, with whose answers the others hear who is there.
+        wait_until(lambda: members.keys() >= {("server", 0), ("server", 1), ("worker", 0)})
+        before = {key: member.heard for key, member in members.items()}
+        wait_until(partial(has_beaten, before, members))
+    assert not met.is_set()
+    pair[0].push()
+    goes_on.set()
+    pair[1].worker.barrier()
+    meets.join()
+    in_threads(*[partial(trainer.train, 10) for trainer in pair])
+    pair[0].table.pull(pair[0].values)
+    assert [bits(trainer.values) for trainer in pair] == [train_in_one(10, both)] * 2
+
+
 @pytest.mark.parametrize("joins", [True, False])
 def test_servers_stay_where_a_scheduler_has_forgotten_their_tables(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
@@ -239,12 +278,9 @@ def test_servers_stay_where_a_scheduler_has_forgotten_their_tables(
     cluster = new_cluster(2, 2, updater=Adam)
     pair = trainers(cluster, 2)
     in_threads(*[partial(trainer.train, 5) for trainer in pair])
-    cluster.scheduler.end()
-    (cluster.folder / "scheduler.json").unlink()
-    cluster.start_scheduler()
-    servers = {("server", 0), ("server", 1)}
-    wait_until(lambda: servers <= cluster.state.membership.members.keys())
-    wait_until(lambda: sum(bool(e.tables) for e in cluster.state.changes.standings.values()) >= 2)
+    lose_scheduler(cluster)
+    wait_until(lambda: cluster.state.membership.formed)
+    wait_until(lambda: sum(bool(e.tables) for e in cluster.state.changes.standings.values()) == 4)
     if joins:
         cluster.servers.append(cluster.start_server(2, joins=True))
         wait_until(lambda: "has not known the table 't' of server" in caplog.text)

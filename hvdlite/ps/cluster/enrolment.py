@@ -170,6 +170,7 @@ class Enrolment:
             self._beats = False
             if self._beats_again:
                 self.tell()
-            self._changed(message.body)
+            if message.body:  # Else the scheduler waits for others that it is to know.
+                self._changed(message.body)
         elif done is not None:
             done(message)

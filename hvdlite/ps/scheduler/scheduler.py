@@ -108,6 +108,8 @@ class Scheduler:
         if role is not None and member is not None and member.role != role:
             why = f"only a {role} asks for {message.kind}, and this is a {member.role}"
             return [_answer(peer, message, "failed", why=why)]
+        if role is not None and not self.membership.formed:
+            return []  # See `_tell`. It asks again.
         try:
             return handler(peer, message)
         except HorovodInternalError:
@@ -116,7 +118,13 @@ class Scheduler:
             return [_answer(peer, message, "failed", why=_words(error))]
 
     def _tell(self) -> list[Answer]:
-        """Return what all members have to hear at once, where something has changed."""
+        """Return what all members have to hear at once, where something has changed.
+
+        One that has come again without its state does not know all of them before they have come:
+        servers that heard of some would make steps without the others.
+        """
+        if not self.membership.formed:
+            return []
         news = self._describe()
         if news == self._news:
             return []
@@ -267,7 +275,8 @@ class Scheduler:
         self.changes.standings[peer] = Standing(layout, tables.keys(), load)
         if [name for name, version in tables.items() if self.registry.reach(name, version)]:
             self._keep()  # Their first values must not come again.
-        return [_answer(peer, message, "beat", **self._describe())]
+        news = self._describe() if self.membership.formed else {}  # See `_tell`.
+        return [_answer(peer, message, "beat", **news)]
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:
         member = self.membership.member_of(peer)
