@@ -73,7 +73,7 @@ def _as_saved(
 
     `found` is a name, or dicts of such by the keys of dicts and lists. Tensors that are there stay.
     """
-    if _loads_itself(own):
+    if loads_itself(own):
         return own
     if isinstance(found, str):
         record = manifest.tensors.get(found)
@@ -96,13 +96,14 @@ def _as_saved(
         return tuple(items) if isinstance(own, tuple) else items
     found = {str(key) if isinstance(key, Place) else key: each for key, each in found.items()}
     held = own if isinstance(own, Mapping) else {}
-    made = {key: each for key, each in held.items() if key in found or _loads_itself(each)}
+    made = {key: each for key, each in held.items() if key in found or loads_itself(each)}
     for key, each in found.items():
         made[key] = _as_saved(held.get(key), each, manifest, new)
     return _alike(own, made)
 
 
-def _loads_itself(value: Any) -> bool:
+def loads_itself(value: Any) -> bool:
+    """Return whether an object gives its state, and takes one back."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 

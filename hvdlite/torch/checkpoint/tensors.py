@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from hvdlite.checkpoint import compression
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Part, Tensors
 from hvdlite.common.layouts.layout import from_placements
-from hvdlite.torch.checkpoint.completion import complete_parameters, completed
+from hvdlite.torch.checkpoint.completion import complete_parameters, completed, loads_itself
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
 
 
@@ -83,7 +83,7 @@ class TorchTensors(Tensors):
             return _module(thing)
         if isinstance(thing, torch.optim.Optimizer):
             return optimizer_state(thing, context, self.whole.get(id(thing)))
-        if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+        if loads_itself(thing):
             own = dict(thing.state_dict())
             tree = own if context.manifest is None else own | completed(own, "", context)
             return Owner(thing, tree, thing.load_state_dict, takes_all=True)
