@@ -102,14 +102,16 @@ class Scheduler:
         handler = self._handlers.get(message.kind)
         if handler is None:
             return []
-        role, member = ROLE_OF.get(message.kind), self.membership.member_of(peer)
-        if role is not None and member is None:  # It has to say hello first.
-            return [_answer(peer, message, "restarted")]
-        if role is not None and member is not None and member.role != role:
-            why = f"only a {role} asks for {message.kind}, and this is a {member.role}"
-            return [_answer(peer, message, "failed", why=why)]
-        if role is not None and not self.membership.formed:
-            return []  # See `_tell`. It asks again.
+        role = ROLE_OF.get(message.kind)
+        if role is not None:
+            member = self.membership.member_of(peer)
+            if member is None:  # It has to say hello first.
+                return [_answer(peer, message, "restarted")]
+            if member.role != role:
+                why = f"only a {role} asks for {message.kind}, and this is a {member.role}"
+                return [_answer(peer, message, "failed", why=why)]
+            if not self.membership.formed:
+                return []  # See `_tell`. It asks again.
         try:
             return handler(peer, message)
         except HorovodInternalError:
