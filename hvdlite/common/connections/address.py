@@ -105,30 +105,31 @@ def look_up(loop: Loop, address: Address, done: Callable[[list[Target] | OSError
 def connect(address: Address, seconds: float) -> socket.socket:
     """Return a connection to `address`, tried for `seconds`. Raises `OSError`."""
     if address.path:
-        return _connect_to_path(address.path, seconds)
-    connection = socket.create_connection((address.host, address.port), timeout=seconds)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        connection = socket.create_connection((address.host, address.port), timeout=seconds)
     try:
-        # This raises where the other end has reset the connection already.
-        if connection.getsockname() == connection.getpeername():
-            # TCP may connect a port of the system's choice with itself while nobody listens there.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if address.path:
+            connection.settimeout(seconds)
+            with _short(address.path) as short:
+                connection.connect(short)
+        else:
+            prepare_tcp(connection)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _connect_to_path(path: str, seconds: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(seconds)
-        with _short(path) as short:
-            connection.connect(short)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def prepare_tcp(connection: socket.socket) -> None:
+    """Set the options of a new TCP connection.
+
+    Raises `OSError` where the other end has reset it already, and where it has no other end: TCP
+    may connect a port of the system's choice with itself while nobody listens there.
+    """
+    if connection.getsockname() == connection.getpeername():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def listen(address: Address) -> socket.socket:
@@ -140,9 +141,20 @@ def listen(address: Address) -> socket.socket:
     (as a hostname in many /etc/hosts).
     """
     if address.path:
-        return _listen_at_path(address.path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _short(address.path) as short:
+                listener.bind(short)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
     refused: OSError | None = None
-    for family, host in _addresses_for_this_job(address):
+    for family, host in _resolve(address):
+        loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        if loopback and address.host not in ("localhost", host):
+            continue  # The other ranks do not look there.
         try:
             return socket.create_server((host, address.port), family=family, backlog=BACKLOG)
         except OSError as error:
@@ -177,14 +189,6 @@ def is_here(address: Address) -> bool:
     return False
 
 
-def _addresses_for_this_job(address: Address) -> Iterator[tuple[socket.AddressFamily, str]]:
-    """Yield the IP addresses of `address` at which the other ranks look as well."""
-    for family, host in _resolve(address):
-        loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-        if not loopback or address.host in ("localhost", host):
-            yield family, host
-
-
 def _resolve(address: Address) -> list[tuple[socket.AddressFamily, str]]:
     """Return the IP addresses of a name; none while it does not resolve.
 
@@ -195,18 +199,6 @@ def _resolve(address: Address) -> list[tuple[socket.AddressFamily, str]]:
     except socket.gaierror:
         return []
     return [(family, str(host)) for family, _, _, _, (host, *_) in found]
-
-
-def _listen_at_path(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with _short(path) as short:
-            listener.bind(short)
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError
 from hvdlite.common.connections import prove
-from hvdlite.common.connections.address import Address, Target, targets
+from hvdlite.common.connections.address import Address, Target, prepare_tcp, targets
 from hvdlite.common.connections.loop import WRITE, Loop
 from hvdlite.common.connections.prove import Challenge, Claim, Party
 from hvdlite.common.connections.strangers import RESETS, Stranger, why
@@ -135,7 +135,9 @@ class _Attempt(Stranger):
     """One attempt: connect, be challenged, claim and prove, check the other end's proof."""
 
     def __init__(self, dial: Dial, target: Target) -> None:
-        super().__init__(dial.loop, dial.loop.new_socket(target.family), self._gone)
+        super().__init__(
+            dial.loop, dial.loop.new_socket(target.family), lambda error: dial.lost(self, error)
+        )
         self.target = target
         self.origin = ""
         self._dial = dial
@@ -157,39 +159,28 @@ class _Attempt(Stranger):
         loop, limits = self._dial.loop, self._dial.limits
         loop.watch(self.connection.fileno(), WRITE, self._on_connected)
         loop.call_after(limits.connect_seconds, self._no_answer)
-        loop.call_after(limits.prove_seconds, self._no_proof)
+        loop.call_after(limits.prove_seconds, lambda: self.fail(TimeoutError(
+            f"it did not say within {limits.prove_seconds:g} s who it is: it is another program, "
+            "or stopped"
+        )))  # fmt: skip
 
     def _no_answer(self) -> None:
         if not self._answered:
             limit = self._dial.limits.connect_seconds
             self.fail(TimeoutError(f"no answer within {limit:g} s"))
 
-    def _no_proof(self) -> None:
-        limit = self._dial.limits.prove_seconds
-        self.fail(TimeoutError(
-            f"it did not say within {limit:g} s who it is: it is another program, or stopped"
-        ))  # fmt: skip
-
     def _on_connected(self, events: int) -> None:
         code = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not code and self.target.family != socket.AF_UNIX:
-            code = self._prepare()
+            try:
+                prepare_tcp(self.connection)
+            except OSError as error:
+                code = error.errno or errno.ECONNRESET
         if code:
             self.fail(OSError(code, os.strerror(code)))
             return
         self._answered = True
         self.expect(prove.CHALLENGE.size, self._on_challenge)
-
-    def _prepare(self) -> int:
-        """Set options; return the number of an error."""
-        try:
-            # TCP may connect a port of the system's choice with itself while nobody listens there.
-            if self.connection.getsockname() == self.connection.getpeername():
-                return errno.ECONNREFUSED
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:  # The other end has reset the connection already.
-            return error.errno or errno.ECONNRESET
-        return 0
 
     def _on_challenge(self, body: bytes) -> None:
         self._challenge = Challenge.unpack(body)
@@ -216,9 +207,6 @@ class _Attempt(Stranger):
             self.fail(Refused(
                 prove.OTHER_SECRET, f"the {self._claim.wanted} does not know the secret of this job"
             ))  # fmt: skip
-
-    def _gone(self, error: Exception) -> None:
-        self._dial.lost(self, error)
 
 
 def reach(

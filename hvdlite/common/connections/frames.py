@@ -95,9 +95,11 @@ class Frames:
             if self.due:
                 if not self._input:
                     return
+                count = min(len(self._input), len(self.due[0]))
                 with memoryview(self._input) as view:
-                    count = self._copy(view)
+                    self.due[0][:count] = view[:count]
                 del self._input[:count]
+                self._consume(count)
             elif not self._take_head():
                 return
             if self._has_message and not self.due:
@@ -111,12 +113,6 @@ class Frames:
             count -= step
         if not self.due:
             yield self._complete()
-
-    def _copy(self, data: memoryview) -> int:
-        count = min(len(data), len(self.due[0]))
-        self.due[0][:count] = data[:count]
-        self._consume(count)
-        return count
 
     def _consume(self, count: int) -> None:
         self.due[0] = self.due[0][count:]
@@ -150,12 +146,9 @@ class Frames:
         del self._input[: begin + length]
         self._message, self._has_message = self._unpacker(head), True
         if count:
-            self._prepare(sizes)
+            self._arrays = self._memory(self._message, sizes)
+            views = [memoryview(array).cast("B") for array in self._arrays]
+            if [view.nbytes for view in views] != sizes:
+                raise ValueError(f"the memory for arrays of {sizes} bytes has other sizes")
+            self.due = [view for view in views if view.nbytes]
         return True
-
-    def _prepare(self, sizes: list[int]) -> None:
-        self._arrays = self._memory(self._message, sizes)
-        views = [memoryview(array).cast("B") for array in self._arrays]
-        if [view.nbytes for view in views] != sizes:
-            raise ValueError(f"the memory for arrays of {sizes} bytes has other sizes")
-        self.due = [view for view in views if view.nbytes]

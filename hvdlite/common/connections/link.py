@@ -174,9 +174,10 @@ class Link:
         The arrays are not copied, and must not change until ``sent()`` is called, in the loop:
         their bytes have gone, or never will.
         """
-        self._queue(frame(head, arrays), *arrays, sent=sent)
+        self.send_bytes(frame(head, arrays), *arrays, sent=sent)
 
-    def _queue(self, *parts: Buffer, sent: Callable[[], None] | None = None) -> None:
+    def send_bytes(self, *parts: Buffer, sent: Callable[[], None] | None = None) -> None:
+        """Send bytes that need not be a message, such as a prologue; `sent` as in `send_head`."""
         with self._lock:
             if not self.says:
                 if sent is not None:
@@ -199,10 +200,6 @@ class Link:
         with self._lock:
             if self._outbox and not self._events & WRITE:
                 self._flush()
-
-    def send_bytes(self, data: bytes) -> None:
-        """Send bytes that are no message, such as a prologue."""
-        self._queue(data)
 
     @property
     def says(self) -> bool:
@@ -228,7 +225,7 @@ class Link:
         self._flushing = True
         try:
             while self._outbox:
-                self._drop(self._write())
+                self._write()
         except BlockingIOError:
             pass
         except OSError as error:  # Reading tells of the end, but not why: this takes the reason.
@@ -246,23 +243,23 @@ class Link:
             self._stop_writing()
         self._watch()
 
-    def _write(self) -> int:
+    def _write(self) -> None:
+        """Send some of what is queued, and drop it."""
         outbox = self._outbox
         if len(outbox) == 1:
-            return self._connection.send(outbox[0], socket.MSG_NOSIGNAL)
-        # A signal handler may add messages meanwhile, which an iterator does not survive.
-        parts = [outbox[number] for number in range(min(len(outbox), MOST_PARTS))]
-        return self._connection.sendmsg(parts, (), socket.MSG_NOSIGNAL)
-
-    def _drop(self, count: int) -> None:
+            count = self._connection.send(outbox[0], socket.MSG_NOSIGNAL)
+        else:
+            # A signal handler may add messages meanwhile, which an iterator does not survive.
+            parts = [outbox[number] for number in range(min(len(outbox), MOST_PARTS))]
+            count = self._connection.sendmsg(parts, (), socket.MSG_NOSIGNAL)
         self._sent += count
         while count:
-            part = self._outbox[0]
+            part = outbox[0]
             if count < len(part):
-                self._outbox[0] = memoryview(part)[count:]
+                outbox[0] = memoryview(part)[count:]
                 return
             count -= len(part)
-            self._outbox.popleft()
+            outbox.popleft()
 
     # -- receiving
 
@@ -357,7 +354,7 @@ class Link:
         left = self.spoke_at + self._beat_seconds - self._loop.now()
         if left <= 0:
             if not self._outbox:  # What waits shows as much.
-                self._queue(BEAT)
+                self.send_bytes(BEAT)
             left = self._beat_seconds
         self._loop.call_after(left, self._beat)
 

@@ -20,8 +20,10 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 Handler = Callable[[int], object]  # Is given the events of its descriptor.
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
@@ -209,6 +211,20 @@ class Loop:
         self._timers.clear()
         self._epoll.close()
         self._wakeup = None
+
+
+# What has descriptors and a thread for the life of the process: after a fork the child closes its
+# copies, which would hide the end of the parent, with `after_fork_in_child`.
+lasting: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for each in list(lasting):
+        each.after_fork_in_child()
+    lasting.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def readable(descriptor: int, seconds: float = 0.0) -> bool:

@@ -110,7 +110,7 @@ class ServerExchange:
                     self._round += 1
                     return bodies
                 case [wire.PRESENCE, *presence]:
-                    self._wait_for(Presence(*presence))
+                    self._wait.tell(Presence(*presence))
                 case [wire.FAIL, str(text), rank]:
                     raise HorovodInternalError(text, rank)
                 case [wire.OTHER_HVDLITE, int(), str(version)]:
@@ -120,13 +120,6 @@ class ServerExchange:
                 case _:
                     raise ProtocolError(f"the server of the meeting sent {str(message)[:80]}")
         raise AssertionError("the messages of a server do not end")
-
-    def _wait_for(self, presence: Presence) -> None:
-        """Log who is missing; raise the error of a rank that has waited for too long."""
-        if self._wait.over:
-            raise self._wait.error(presence.spell())
-        if self._me.rank == presence.speaker:
-            self._wait.log(presence.spell())
 
     def _messages(self) -> Iterator[list[Any]]:
         """Yield the server's messages; ask who is missing now and then, and at the deadline."""

@@ -152,7 +152,11 @@ def _candidates(
 ) -> Iterator[Launch]:
     """Yield what each source says, the first one being the strongest."""
     slurm = task_of_step(environ)
-    others = [_own(environ, slurm), _torch_group(torch), _ranks(environ, slurm), slurm]
+    by_torch = None
+    if torch is not None:
+        evidence = (f"torch.distributed: rank {torch.rank} of {torch.size}",)
+        by_torch = Launch(TORCH_GROUP, *torch, evidence=evidence)
+    others = [_own(environ, slurm), by_torch, _ranks(environ, slurm), slurm]
     by_mpi = _mpi(environ)
     if by_mpi is None and mpi is not None and (mpi.size > 1 or not any(others)):
         # A single rank of MPI beside another source is a script that imports mpi4py.
@@ -202,16 +206,14 @@ def _mpi(environ: Mapping[str, str]) -> Launch | None:
     kinds = (MPI_RANKS, MPI_SIZES, MPI_LOCAL_RANKS, MPI_LOCAL_SIZES)
     names = [first_number(environ, each) for each in kinds]
     rank, size, local_rank, local_size = (int(environ[name]) if name else -1 for name in names)
-    evidence = spell(environ, *filter(None, names[:2]))
-    return Launch(MPI, rank, size, local_rank, local_size, job=_mpi_job(environ), evidence=evidence)
-
-
-def _mpi_job(environ: Mapping[str, str]) -> str:
     if "PMIX_NAMESPACE" in environ:
-        return environ["PMIX_NAMESPACE"]
-    if "PMI_RANK" in environ and "SLURM_STEP_ID" in environ:
-        return f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    return environ.get(LAUNCHER_EVENTS, "").partition(" ")[0]
+        job = environ["PMIX_NAMESPACE"]
+    elif "PMI_RANK" in environ and "SLURM_STEP_ID" in environ:
+        job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    else:
+        job = environ.get(LAUNCHER_EVENTS, "").partition(" ")[0]
+    evidence = spell(environ, *filter(None, names[:2]))
+    return Launch(MPI, rank, size, local_rank, local_size, job=job, evidence=evidence)
 
 
 def _own(environ: Mapping[str, str], slurm: Launch | None) -> Launch | None:
@@ -257,13 +259,6 @@ def _without_address(environ: Mapping[str, str], launch: Launch) -> Launch:
         f"{' and '.join(launch.evidence)} say that this is a rank of a job, but not where the "
         f"ranks meet: set {RENDEZVOUS}=host:port to a free port on the host of rank 0"
     )
-
-
-def _torch_group(torch: WorldRank | None) -> Launch | None:
-    if torch is None:
-        return None
-    evidence = (f"torch.distributed: rank {torch.rank} of {torch.size}",)
-    return Launch(TORCH_GROUP, *torch, evidence=evidence)
 
 
 def _ranks(environ: Mapping[str, str], slurm: Launch | None) -> Launch | None:

@@ -7,14 +7,13 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.connections.address import Address, is_here, listen
 from hvdlite.common.connections.frames import unpack
-from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.loop import Loop, lasting
 from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.client import Participant, ServerExchange
 from hvdlite.common.meeting.exchange import Exchange
@@ -54,7 +53,7 @@ class ServedMeeting:
         # Owns _server and _loop. Ends with close(), or with the process.
         self._thread = threading.Thread(target=self._serve, name="hvdlite-meeting", daemon=True)
         self._thread.start()
-        _served.add(self)
+        lasting.add(self)
 
     def _serve(self) -> None:
         while not self._over:
@@ -63,28 +62,16 @@ class ServedMeeting:
 
     def close(self) -> None:
         """End the meetings; ranks that wait in one learn it by the end of their connection."""
-        _served.discard(self)
+        lasting.discard(self)
         self._over = True
         self._loop.wake()
         self._thread.join()
         self._loop.close()
 
     def after_fork_in_child(self) -> None:
-        """Close this process's copies of all descriptors: they would hide the end of the parent."""
+        """Close this process's copies of all descriptors."""
         self._loop.close()
         self._server.after_fork_in_child()
-
-
-_served: weakref.WeakSet[ServedMeeting] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for meeting in list(_served):
-        meeting.after_fork_in_child()
-    _served.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Own:
@@ -160,37 +147,30 @@ def meet(launch: Launch, members: Sequence[int] | None, secret: bytes, deadline:
     as `ServerExchange` does.
     """
     if launch.source in (TORCH_AGENT, TORCH_GROUP):
-        return _meet_in_store(launch, members, deadline)
+        from hvdlite.common.meeting.torch_store import (
+            TorchStoreExchange,
+            agent_store,
+            default_store,
+        )
+
+        agent = launch.source == TORCH_AGENT
+        store = agent_store(launch.addresses[0], deadline) if agent else default_store()
+        return TorchStoreExchange(
+            store, launch.rank, launch.size, deadline, members, job=launch.incarnation
+        )
     first = 0 if members is None else min(members)
     me = Participant(
         launch.rank, launch.size, secret, deadline, members, _job(launch, first),
         f"rank {first} listens there ({SAID_BY.get(launch.source, launch.source)} says where)"
         if launch.rank_0_serves else "",
     )  # fmt: skip
-    addresses = [_shifted(each, launch, first) for each in launch.addresses]
+    # Meetings that other ranks serve go on beside this one. Those of Slurm look for their server at
+    # several ports anyway.
+    beside = first if launch.rank_0_serves and launch.source != SLURM else 0
+    addresses = [each._replace(port=each.port + beside) for each in launch.addresses]
     if launch.rank_0_serves and launch.rank == first:
         return HostedExchange(_listen(addresses, launch, members, deadline), me)
     return ServerExchange(addresses, me)
-
-
-def _meet_in_store(launch: Launch, members: Sequence[int] | None, deadline: float) -> Exchange:
-    from hvdlite.common.meeting.torch_store import TorchStoreExchange, agent_store, default_store
-
-    agent = launch.source == TORCH_AGENT
-    store = agent_store(launch.addresses[0], deadline) if agent else default_store()
-    return TorchStoreExchange(
-        store, launch.rank, launch.size, deadline, members, job=launch.incarnation
-    )
-
-
-def _shifted(address: Address, launch: Launch, first: int) -> Address:
-    """Return where the meeting that rank `first` serves is: meetings of other ranks go on beside.
-
-    Those of Slurm look for their server at several ports anyway.
-    """
-    if not launch.rank_0_serves or launch.source == SLURM:
-        return address
-    return address._replace(port=address.port + first)
 
 
 def _job(launch: Launch, first: int) -> bytes:

@@ -30,15 +30,11 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
         raise _not_understood(text, "hosts such as node[03-05,7],login")
     names = []
     for match in NAME.finditer(text):
-        names += _expand_name(match[0], text)
+        pieces = re.split(r"\[([\d,-]+)\]", match[0])  # fixed text at even places, brackets at odd
+        choices = [_numbers(piece, text) if at % 2 else [piece] for at, piece in enumerate(pieces)]
+        # The last bracket counts fastest.
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
     return tuple(names)
-
-
-def _expand_name(name: str, text: str) -> list[str]:
-    """Return the names that one element stands for; the last bracket counts fastest."""
-    pieces = re.split(r"\[([\d,-]+)\]", name)  # fixed text at even places, brackets at odd ones
-    choices = [_numbers(piece, text) if at % 2 else [piece] for at, piece in enumerate(pieces)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 def _numbers(ranges: str, text: str) -> list[str]:

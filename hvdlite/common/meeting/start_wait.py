@@ -23,6 +23,7 @@ class StartWait:
         self.deadline = deadline
         self.limit_seconds = max(0.0, deadline - time.monotonic())
         self._limit = f"{round(self.limit_seconds, 1):g}"
+        self._rank = rank
         self._who = f"rank {rank} of {size}" if size > 0 else "this rank"
         self._began, self._began_at = time.monotonic(), time.strftime("%H:%M:%S")
         self._period = max(0.01, min(LINE_SECONDS, self.limit_seconds / LINES))
@@ -42,6 +43,13 @@ class StartWait:
             return False
         self._line_at += self._period
         return True
+
+    def tell(self, presence: Presence) -> None:
+        """Log who is missing if this rank speaks; raise `error` if it has waited for too long."""
+        if self.over:
+            raise self.error(presence.spell())
+        if self._rank == presence.speaker:
+            self.log(presence.spell())
 
     def log(self, who: str) -> None:
         """Log which ranks are missing, as `who` says."""

@@ -208,12 +208,8 @@ class TorchStoreExchange:
     def _pause(self, seconds: float) -> float:
         """Sleep, and return how long to sleep the next time; say who is missing when it is time."""
         wait = self._wait
-        if wait.over:
-            raise wait.error(self._presence().spell())
-        if wait.line_is_due():
-            presence = self._presence()
-            if presence.speaker == self._world_rank:
-                wait.log(presence.spell())
+        if wait.over or wait.line_is_due():
+            wait.tell(self._presence())
         time.sleep(min(seconds, wait.seconds()))
         return min(2 * seconds, LONGEST_PAUSE_SECONDS)
 

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from hvdlite.common.base.errors import (
 from hvdlite.common.connections.address import Address, parse_address
 from hvdlite.common.connections.dial import Failure, Limits, Refused, reach
 from hvdlite.common.connections.link import Link
-from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.loop import Loop, lasting
 from hvdlite.common.connections.prove import Party
 from hvdlite.common.meeting import wire
 from hvdlite.common.membership import frames
@@ -132,23 +131,23 @@ class DriverLink:
         # Readable while the world that was offered last is over.
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="hvdlite-elastic", daemon=True)
-        _links.add(self)
+        lasting.add(self)
         self._thread.start()
-        self._send(frames.HELLO, os.getpid())
+        self._link.send(frames.HELLO, os.getpid())
 
     # -- called by the script's thread
 
     def ready(self, epoch: int, commit: int) -> None:
         """Ask for the next world; `epoch` was the last one, and the worker holds `commit`."""
-        self._send(frames.READY, epoch, commit)
+        self._link.send(frames.READY, epoch, commit)
 
     def tell_late(self, epoch: int, numbers: Sequence[int]) -> None:
         """Tell which workers the others of the world `epoch` have waited for too long."""
-        self._send(frames.LATE, epoch, list(numbers))
+        self._link.send(frames.LATE, epoch, list(numbers))
 
     def tell_error(self, epoch: int, text: str) -> None:
         """Tell by which error this worker leaves the world `epoch`, of which no rank was lost."""
-        self._send(frames.ERROR, epoch, text)
+        self._link.send(frames.ERROR, epoch, text)
 
     def wait_for_world(self) -> World | Newcomer:
         """Return the next world, or the expected place if the answer to the hello says to wait.
@@ -199,7 +198,7 @@ class DriverLink:
 
     def gather(self, epoch: int, number: int, body: bytes) -> list[bytes]:
         """Return the bodies of round `number`; `HorovodInternalError` if the world is over."""
-        self._send(frames.GATHER, epoch, number, body)
+        self._link.send(frames.GATHER, epoch, number, body)
 
         def answered() -> bool:
             return self._bodies is not None and self._bodies[:2] == (epoch, number)
@@ -232,7 +231,7 @@ class DriverLink:
             self._closing = True
         self._loop.post(self._say_bye)
         self._thread.join()
-        _links.discard(self)
+        lasting.discard(self)
         self._process_end.cancel()
         self._close_descriptors()
 
@@ -241,7 +240,7 @@ class DriverLink:
         self._link.leave(BYE_SECONDS)
 
     def after_fork_in_child(self) -> None:
-        """Close this process's copies of all descriptors: they would hide the end of the parent."""
+        """Close this process's copies of all descriptors."""
         self._link.close_after_fork()
         self._close_descriptors()
 
@@ -272,9 +271,6 @@ class DriverLink:
                 self._end = code, ""  # It is printed once.
             raise SystemExit(code)
 
-    def _send(self, *message: Any) -> None:
-        self._link.send(*message)
-
     # -- the thread
 
     def _run(self) -> None:
@@ -303,7 +299,7 @@ class DriverLink:
             case [frames.NOTICE, int(counter), int()]:
                 with self._changed:
                     self._checks.hold(counter)
-                    self._send(frames.CHECKS, counter, self._checks.passed)
+                    self._link.send(frames.CHECKS, counter, self._checks.passed)
             case [frames.RAISE, int(counter), int(check), int(kind)]:
                 with self._changed:
                     self._checks.decide(counter, check, kind)
@@ -364,15 +360,3 @@ class DriverLink:
             self._changed.notify_all()
         self.on_regroup(0, error)
         self.on_lost(code)
-
-
-_links: weakref.WeakSet[DriverLink] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for link in list(_links):
-        link.after_fork_in_child()
-    _links.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -31,7 +31,14 @@ class ProcessEnd:
         Returns when `is_ending` says that the process ends by itself.
         """
         self._code = code
-        _raise_in_main_thread(code)
+
+        class JobIsOver(SystemExit):
+            def __init__(self) -> None:
+                super().__init__(code)
+
+        # It is raised as soon as the main thread runs Python code.
+        ident = ctypes.c_ulong(threading.main_thread().ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(JobIsOver))
         end = time.monotonic() + END_SECONDS
         while not is_ending():
             if time.monotonic() > end:
@@ -46,17 +53,6 @@ class ProcessEnd:
     def _keep_code(self) -> None:
         if self._code is not None:
             _exit_at_once(self._code)
-
-
-def _raise_in_main_thread(code: int) -> None:
-    """Raise `SystemExit` in the main thread, as soon as it runs Python code."""
-
-    class JobIsOver(SystemExit):
-        def __init__(self) -> None:
-            super().__init__(code)
-
-    ident = ctypes.c_ulong(threading.main_thread().ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(JobIsOver))
 
 
 def _exit_at_once(code: int) -> NoReturn:

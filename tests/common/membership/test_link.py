@@ -312,7 +312,7 @@ def test_foreigners_do_not_disturb(driver: FakeDriver, attack: bytes) -> None:
 def test_a_worker_that_says_nonsense_is_lost(driver: FakeDriver, message: list[Any]) -> None:
     link = connect(driver, 0)
     driver.wait_for(lambda: 0 in driver.living)
-    link._send(*message)
+    link._link.send(*message)
     driver.wait_for(lambda: 0 not in driver.living)
     link.close()
 
