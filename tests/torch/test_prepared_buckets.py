@@ -117,7 +117,7 @@ def test_a_result_that_was_not_taken_survives_the_next_call_of_its_name() -> Non
 
         tensors = [torch.ones(2), torch.ones(2)]
         bucket = mpi_ops.runner.start_bucket(["a", "b"], tensors, gradient_options())
-        until(bucket._handle.poll)
+        until(bucket.handle.poll)
         again = [torch.ones(2), torch.ones(2)]
         late = mpi_ops.runner.start_bucket(["a", "b"], again, gradient_options())
         assert late is not bucket

@@ -155,7 +155,7 @@ def test_ctrl_c_in_a_small_step(before: bool) -> None:
             exchange.run = interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 gradients.optimizer.synchronize()
-            until(lambda: all(each._handle.poll() for each in buckets()))
+            until(lambda: all(each.handle.poll() for each in buckets()))
             gradients.check(2)
             gradients.optimizer.zero_grad()
         else:
@@ -209,7 +209,7 @@ def test_a_small_step_that_one_rank_gives_up() -> None:
             exchange._gather(["p1"])
             exchange._send_all()
             gradients.optimizer.load_state_dict(gradients.optimizer.state_dict())
-            until(lambda: all(each._handle.poll() for each in buckets()))
+            until(lambda: all(each.handle.poll() for each in buckets()))
             gradients.check(1)
         else:
             gradients.step(1)

@@ -12,7 +12,6 @@ and `HorovodInternalError` for what ranks disagree on or when one is lost, when 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hvdlite.common.api.options import CallOptions, reduction, scattering
@@ -263,13 +262,13 @@ class Forms(AllreduceForms[T]):
         Without `splits` (a list, or a row of integers) every rank gets the same number of rows.
         `synchronize` gives ``(output, received_splits)``; rows come in the order of ranks.
         """
-        return self._start(
-            "alltoall",
-            [tensor],
-            name,
-            CallOptions(process_set, splits=splits),
-            self._with_splits(splits),
-        )
+
+        def shape_result(operation: Operation[T], results: list[T]) -> Any:
+            received = operation.entries[0].received_splits
+            return results[0], self._runner.adapter.make_splits(received, splits)
+
+        options = CallOptions(process_set, splits=splits)
+        return self._start("alltoall", [tensor], name, options, shape_result)
 
     def alltoall(
         self,
@@ -289,13 +288,6 @@ class Forms(AllreduceForms[T]):
         if splits is None:
             return output
         return output, self._runner.adapter.make_splits(received, splits)
-
-    def _with_splits(self, splits: Any) -> Callable[[Operation[T], list[T]], Any]:
-        def shape_result(operation: Operation[T], results: list[T]) -> Any:
-            received = operation.entries[0].received_splits
-            return results[0], self._runner.adapter.make_splits(received, splits)
-
-        return shape_result
 
     # -- reducescatter
 

@@ -102,11 +102,12 @@ class Arrays(Generic[T]):
         above: list[T] = []
         below: list[T] = []
         if last > 0:
-            edges = _Edges(len(members), position, before, after)
-            rows, received = self.exchange(
-                edges.collect(self, array, dim), edges.splits, name, process_set
-            )
-            self.expect(received, edges.wanted, position)
+            splits, wanted, slices = _edges(len(members), position, before, after)
+            whole = (slice(None),) * dim
+            edges = [self.part(array, (*whole, each)) for each in slices]
+            sent = self.concatenate([self.move(edge, dim, 0) for edge in edges], 0)
+            rows, received = self.exchange(sent, splits, name, process_set)
+            self.expect(received, wanted, position)
             if position > 0:
                 above = [self.move(self.part(rows, (slice(0, before),)), 0, dim)]
             if position < last:
@@ -128,23 +129,22 @@ def _refuse(sent: str, position: int, wanted: object) -> NoReturn:
     )
 
 
-class _Edges:
-    def __init__(self, members: int, position: int, before: int, after: int) -> None:
-        self.splits, self.wanted = [0] * members, [0] * members
-        # The indices along the dimension of what goes to the neighbours, in the order of members.
-        self._slices: list[slice] = []
-        if position > 0:
-            self.splits[position - 1], self.wanted[position - 1] = after, before
-            self._slices.append(slice(0, after))
-        if position < members - 1:
-            self.splits[position + 1], self.wanted[position + 1] = before, after
-            self._slices.append(slice(-before, None) if before else slice(0, 0))
+def _edges(
+    members: int, position: int, before: int, after: int
+) -> tuple[list[int], list[int], list[slice]]:
+    """Return how many entries go to each member, and come from it; and the indices of the first.
 
-    def collect(self, arrays: Arrays[T], array: T, dim: int) -> T:
-        """Return what goes to the neighbours, as rows."""
-        whole = (slice(None),) * dim
-        edges = [arrays.part(array, (*whole, each)) for each in self._slices]
-        return arrays.concatenate([arrays.move(edge, dim, 0) for edge in edges], 0)
+    These are along the dimension, in the order of members.
+    """
+    splits, wanted = [0] * members, [0] * members
+    slices: list[slice] = []
+    if position > 0:
+        splits[position - 1], wanted[position - 1] = after, before
+        slices.append(slice(0, after))
+    if position < members - 1:
+        splits[position + 1], wanted[position + 1] = before, after
+        slices.append(slice(-before, None) if before else slice(0, 0))
+    return splits, wanted, slices
 
 
 def _check(

@@ -75,12 +75,12 @@ class PreparedBucket(Generic[T]):
         self._calls: list[PreparedCall] = []
         self._entries: list[TensorEntry[T]] = []
         self._tensors: Sequence[T] = ()
-        self._handle = SharedHandle(0)
+        self.handle = SharedHandle(0)  # Of all tensors of the last `start`.
         # The entries as one short call, if they can be that; and the engine of entries that are
         # announced and not sent.
         self._bundle: Bundle | None = None
         self._unsent: Engine | None = None
-        self._thread = 0  # that has announced them
+        self.thread = 0  # that has announced them
 
     def start(self, runtime: Runtime, tensors: Sequence[T], *, alone: bool = False) -> None:
         """Enqueue the tensors; never waits.
@@ -96,25 +96,20 @@ class PreparedBucket(Generic[T]):
             self._prepare(runtime, tensors, handle)
         if alone and self._bundle is not None:
             # First: a KeyboardInterrupt may come as soon as they are announced.
-            self._unsent, self._thread = runtime.engine, threading.get_ident()
+            self._unsent, self.thread = runtime.engine, threading.get_ident()
             runtime.engine.add_pending(self._entries)
         else:
             runtime.engine.enqueue(self._entries)
-        self.busy, self._handle, self._tensors = True, handle, tensors
-
-    @property
-    def handle(self) -> Handle:
-        """The handle of all tensors of the last `start`."""
-        return self._handle
+        self.busy, self.handle, self._tensors = True, handle, tensors
 
     def wait(self) -> None:
         """Sleep until all are reduced. Raises the first error; nothing is in flight then."""
         try:
             self.exchange()
-            self._handle.wait()
+            self.handle.wait()
             self.adapter.finish_all(self._tensors)
         finally:
-            if self._handle.poll():  # otherwise a signal has ended the wait
+            if self.handle.poll():  # otherwise a signal has ended the wait
                 self.release()
 
     def exchange(self) -> None:
@@ -132,11 +127,6 @@ class PreparedBucket(Generic[T]):
         if self._unsent is not None:
             engine, self._unsent = self._unsent, None
             engine.send(self._entries)
-
-    def send_own(self) -> None:
-        """Do as `send` where the calling thread has started it."""
-        if self._thread == threading.get_ident():
-            self.send()
 
     def release(self) -> None:
         """Drop the tensors, of which none is in flight any more."""
@@ -167,30 +157,28 @@ class PreparedBucket(Generic[T]):
         return True
 
     def _prepare(self, runtime: Runtime, tensors: Sequence[T], handle: SharedHandle) -> None:
-        self._entries = []
-        self._calls = self._check(runtime, tensors)
-        entries = [
-            entry_of(call, self.adapter, tensor, tensor, handle)
-            for call, tensor in zip(self._calls, tensors, strict=True)
-        ]
-        if self.options.grouped:
-            check_targets(entries)
-        self._entries, self._bundle = entries, bundle_of(entries)
-
-    def _check(self, runtime: Runtime, tensors: Sequence[T]) -> list[PreparedCall]:
         adapter, options = self.adapter, self.options
-        if not options.grouped:
-            return [
+        self._entries = []
+        if options.grouped:
+            name = f"grouped_{COLLECTIVE}.{self._names[0]}"
+            specs = tuple(map(adapter.spec, tensors))
+            requests = prepared_group(runtime, COLLECTIVE, name, specs, options)
+            self._calls = [
+                PreparedCall.of(spec, options, request)
+                for spec, request in zip(specs, requests, strict=True)
+            ]
+        else:
+            self._calls = [
                 prepared(runtime, adapter, COLLECTIVE, f"{COLLECTIVE}.{name}", tensor, options)
                 for name, tensor in zip(self._names, tensors, strict=True)
             ]
-        name = f"grouped_{COLLECTIVE}.{self._names[0]}"
-        specs = tuple(map(adapter.spec, tensors))
-        requests = prepared_group(runtime, COLLECTIVE, name, specs, options)
-        return [
-            PreparedCall.of(spec, options, request)
-            for spec, request in zip(specs, requests, strict=True)
+        entries = [
+            entry_of(call, adapter, tensor, tensor, handle)
+            for call, tensor in zip(self._calls, tensors, strict=True)
         ]
+        if options.grouped:
+            check_targets(entries)
+        self._entries, self._bundle = entries, bundle_of(entries)
 
 
 def start_bucket(
@@ -226,7 +214,8 @@ def send_announced(runtime: Runtime) -> None:
     No variable may hold the bucket yet.
     """
     for bucket in list(runtime.buckets.values()):
-        bucket.send_own()
+        if bucket.thread == threading.get_ident():
+            bucket.send()
 
 
 # The allreduce of gradients to new tensors, each under its own name or all as one group.

@@ -39,9 +39,13 @@ def prepared_group(
             f"these are on {sorted({spec.device for spec in specs})}",
             job_goes_on=True,
         )
+    if options.names:  # The names that the tensors would have without a group.
+        names = [f"{collective}.{each}" for each in options.names]
+    else:
+        names = [f"{name}_{index}of{len(specs)}" for index in range(1, len(specs) + 1)]
     requests = tuple(
         _request(runtime, collective, each, spec, options, name, len(specs))
-        for each, spec in zip(_names(collective, name, len(specs), options), specs, strict=True)
+        for each, spec in zip(names, specs, strict=True)
     )
     remember(runtime, name, (specs, options, requests))
     return requests
@@ -120,8 +124,11 @@ def _request(
     collective_spec = SPECS[collective]
     check_text(collective, name)
     check_text(collective, group)
+    process_set_id = options.process_set.process_set_id or 0
+    choice = runtime.choices.get(process_set_id)
+    limit = None if choice is None else choice.limit_bytes(collective)
     return Request(
-        process_set_id=options.process_set.process_set_id or 0,
+        process_set_id=process_set_id,
         name=name,
         collective=collective,
         dtype=spec.dtype,
@@ -134,18 +141,5 @@ def _request(
         group=group,
         group_size=size if group else 0,
         settings=options.settings,
-        fusion_bytes=_fusion_bytes(runtime, collective, options),
+        fusion_bytes=options.fusion_bytes if limit is None else limit,
     )
-
-
-def _fusion_bytes(runtime: Runtime, collective: str, options: CallOptions) -> int:
-    """Return the option, or the choice for this collective and process set."""
-    choice = runtime.choices.get(options.process_set.process_set_id or 0)
-    limit = None if choice is None else choice.limit_bytes(collective)
-    return options.fusion_bytes if limit is None else limit
-
-
-def _names(collective: str, name: str, count: int, options: CallOptions) -> list[str]:
-    if options.names:  # The names that the tensors would have without a group.
-        return [f"{collective}.{each}" for each in options.names]
-    return [f"{name}_{index}of{count}" for index in range(1, count + 1)]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from hvdlite.common.api.call_checks import check_text
 from hvdlite.common.api.options import reducing
+from hvdlite.common.api.starting_forms import only
 from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.api.tensor_entries import TensorEntry, entry_of_transfer
 from hvdlite.common.base.reduce_op import ReduceOp
@@ -128,18 +129,10 @@ def reduce_async(
     runtime, targets = for_collective(), [tensor] if in_place else None
     entries = start(runtime, adapter, "reduce", name, [tensor], options, targets)
     has_result = in_place or runtime.rank == root_rank
-    return Operation(entries, _only if has_result else _nothing)
+    return Operation(entries, only if has_result else lambda operation, results: None)
 
 
 def reduce(tensor: T, root_rank: int, *arguments: Any, **options: Any) -> T | None:
     """Do as `reduce_async` does, which has the same arguments, and wait."""
     result: T | None = reduce_async(tensor, root_rank, *arguments, **options).wait()
     return result
-
-
-def _only(operation: Operation[Any], results: list[Any]) -> Any:
-    return results[0]
-
-
-def _nothing(operation: Operation[Any], results: list[Any]) -> Any:
-    return None

@@ -224,23 +224,18 @@ class Signal:
         self._process_set = process_set
         self._joins = SPECS[collective].effect is Effect.JOIN
         members_of(self._runtime, collective, process_set)
-        name = self._name(collective) if name is None or self._joins else name
+        if self._joins:  # A rank joins once.
+            name = f"{collective}.noname"
+        elif name is None:
+            # Another name for each call, as several threads may wait, or one gave up waiting. They
+            # are counted apart from those with tensors, with which another thread may be busy.
+            eras = _numbers.setdefault(self._runtime, {})
+            numbers = eras.setdefault(self._runtime.era(process_set), itertools.count())
+            name = f"{collective}.noname.{next(numbers)}"
         number = process_set.process_set_id or 0
         entry = Entry(Request(number, name, collective, settings=settings))
         self._runtime.engine.enqueue([entry], waits=waits)
         self.handle = entry.handle
-
-    def _name(self, collective: str) -> str:
-        """Return another name for each call, as several threads may wait, or one gave up waiting.
-
-        The calls are counted apart from those with tensors, with which another thread may be busy.
-        A rank joins once.
-        """
-        if self._joins:
-            return f"{collective}.noname"
-        eras = _numbers.setdefault(self._runtime, {})
-        numbers = eras.setdefault(self._runtime.era(self._process_set), itertools.count())
-        return f"{collective}.noname.{next(numbers)}"
 
     def wait(self) -> int:
         """Sleep until all ranks have come; return the rank that joined last, where it is a join."""

@@ -69,7 +69,9 @@ class TensorEntry(Entry, Generic[T]):
             self.result = self._adapter.empty_like(self._tensor, shape)
             self._output = self._adapter.output(self.result)
         elif self._output.array.size != math.prod(shape):
-            return self._unfit(shape)
+            # Memory that nobody reads: the others shall have their results all the same.
+            self._refuse(shape, self._output.array.size)
+            return np.empty(math.prod(shape), numpy_dtype(self.request.dtype))
         self._written = True
         return self._output.array
 
@@ -88,12 +90,6 @@ class TensorEntry(Entry, Generic[T]):
             self.handle.fail(HorovodInternalError(self._error, job_goes_on=True))
         else:
             self.handle.complete(event=event)
-
-    def _unfit(self, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return memory that nobody reads: the others shall have their results all the same."""
-        assert self._output is not None
-        self._refuse(shape, self._output.array.size)
-        return np.empty(math.prod(shape), numpy_dtype(self.request.dtype))
 
     def _refuse(self, shape: tuple[int, ...], room: int) -> None:
         """Let the entry fail after its run, as the target has no room for the result."""
