@@ -119,11 +119,8 @@ class NumberSet:
     @property
     def runs(self) -> list[int]:
         """The numbers as [start, length, start, length ...]. Not to be changed."""
-        if self._runs is None:
-            self._runs = self._find_runs()
-        return self._runs
-
-    def _find_runs(self) -> list[int]:
+        if self._runs is not None:
+            return self._runs
         pairs: list[int] = []
         for page in sorted(self.pages):
             base = page << _LOG
@@ -132,6 +129,7 @@ class NumberSet:
                     pairs[-1] += end - start
                 else:
                     pairs += (base + start, end - start)
+        self._runs = pairs
         return pairs
 
     def __and__(self, other: NumberSet) -> NumberSet:

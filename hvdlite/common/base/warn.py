@@ -13,11 +13,10 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, and attribute it to the innermost line outside of hvdlite and the frameworks."""
     frame: FrameType | None = sys._getframe(1)
     level = 2  # 1 is the line below
-    while frame is not None and _package(frame) in _NOT_THE_USERS:
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _NOT_THE_USERS:
+            break
         frame = frame.f_back
         level += 1
     warnings.warn(message, category, stacklevel=level)
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

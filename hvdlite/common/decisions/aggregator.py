@@ -71,11 +71,6 @@ class _LeaderSetState:
             if each.bit in self.name_of:
                 self.carried.setdefault(each.bit, []).append(each)
 
-    def pop_carried(self, bits: NumberSet) -> tuple[Carried, ...]:
-        if not self.carried:
-            return ()
-        return tuple(each for bit in bits for each in self.carried.pop(bit, ()))
-
     def add_bits(self, bits: NumberSet, ranks: int, now: float) -> list[Arrival]:
         """Count `bits`; return the arrivals to pass on.
 
@@ -159,16 +154,13 @@ class Aggregator:
             if state is not None:
                 state.forget(order.bit)
         elif isinstance(order, Departed):
-            self._note_departure(order.rank)
+            for process_set_id, each in self._sets.items():
+                if order.rank in self._table.members(process_set_id):
+                    each.departed = True
+                    self._pass_partial(each, process_set_id, float("inf"))
         elif isinstance(order, Segment):
             for item in order.items:
                 self._note_item(order.process_set_id, item)
-
-    def _note_departure(self, rank: int) -> None:
-        for process_set_id, state in self._sets.items():
-            if rank in self._table.members(process_set_id):
-                state.departed = True
-                self._pass_partial(state, process_set_id, float("inf"))
 
     def flush(self, before: float) -> None:
         """Pass on tensors that wait since before `before`, so that rank 0 can name late ranks."""
@@ -229,7 +221,9 @@ class Aggregator:
         self, state: _LeaderSetState, process_set_id: int, arrivals: list[Arrival]
     ) -> None:
         for mask, bits in arrivals:
-            carried = state.pop_carried(bits)
+            carried: tuple[Carried, ...] = ()
+            if state.carried:
+                carried = tuple(each for bit in bits for each in state.carried.pop(bit, ()))
             self._append(Report(process_set_id, state.ranks(mask), bits, carried=carried))
 
     def _append(self, report: Report) -> None:

@@ -58,7 +58,11 @@ class _Page:
         elif source is not None and not self.overlap:
             self._count(source, bits & ~source.bits)
         else:
-            for part, part_bits in self._without_known(ranks, bits).items():
+            parts = {ranks: bits}  # Which of the ranks are new for which of the bits.
+            for known in self._sources.values():
+                if known.ranks & ranks:
+                    parts = _without(parts, known)
+            for part, part_bits in parts.items():
                 source = self._sources.get(part) or self._new_source(part, absent)
                 self._count(source, part_bits)
 
@@ -72,14 +76,6 @@ class _Page:
         """Count that the ranks of `source` are ready for `bits`, and were not before."""
         source.bits |= bits
         self._tally.add(bits, source.count)
-
-    def _without_known(self, ranks: int, bits: int) -> dict[int, int]:
-        """Return which of `ranks` are new for which of `bits`: ranks -> bits."""
-        parts = {ranks: bits}
-        for source in self._sources.values():
-            if source.ranks & ranks:
-                parts = _without(parts, source)
-        return parts
 
     def complete(self, bits: int, target: int) -> int:
         """Return those of `bits` for which `target` ranks are ready: all that are needed."""

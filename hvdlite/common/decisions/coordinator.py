@@ -350,8 +350,12 @@ class Coordinator:
             data = state.carried.pop(bit, None) if state.carried else None
             if data is not None and whole and self._answer_carried(state, response, data):
                 continue
-            if not whole:
-                response = self._answer_partial(state, response, arrival.ranks)
+            if not whole:  # The answer differs where a joined rank has no rows, or was the root.
+                requests, ranks = state.cache.peek(bit)[1], arrival.ranks
+                present = {each: mask & ranks for each, mask in requests.items() if mask & ranks}
+                partial = answer(present, state.members)
+                if partial != response._replace(bit=NO_BIT):
+                    response = partial
             if response.request.group:
                 self._ready += state.groups.hold(response)
             else:
@@ -385,16 +389,6 @@ class Coordinator:
         if not response.error and SPECS[response.request.collective].changes_sets:
             response = self._apply(response, requests)
         self._ready += state.groups.hold(response)
-
-    def _answer_partial(self, state: ProcessSetState, response: Response, ranks: int) -> Response:
-        """Return the answer for the data of `ranks` only; the cached one if it is the same.
-
-        The answer differs where a joined rank has no rows to give, or was the root.
-        """
-        requests = state.cache.peek(response.bit)[1]
-        present = {request: mask & ranks for request, mask in requests.items() if mask & ranks}
-        partial = answer(present, state.members)
-        return response if partial == response._replace(bit=NO_BIT) else partial
 
     def _answer_releases(self) -> None:
         for request in self._releases.pop_complete(self._departed):

@@ -39,8 +39,13 @@ def next_segments(
             segments.append(_OpenSegment([response]))
             continue
         size = size_bytes(response)
+        limit: float = response.request.fusion_bytes
+        if limit == WHOLE_GROUP:
+            limit = float("inf")
+        elif limit == JOB_THRESHOLD:
+            limit = threshold_bytes
         current = youngest.get(kind)
-        if current is None or current.bytes + size > _limit_bytes(response, threshold_bytes):
+        if current is None or current.bytes + size > limit:
             current = youngest[kind] = _OpenSegment([])
             segments.append(current)
         current.responses.append(response)
@@ -54,13 +59,6 @@ def size_bytes(response: Response) -> int:
     if not request.dtype:
         return 0
     return SPECS[request.collective].bytes(response, numpy_dtype(request.dtype).itemsize)
-
-
-def _limit_bytes(response: Response, threshold_bytes: int) -> float:
-    limit = response.request.fusion_bytes
-    if limit == WHOLE_GROUP:
-        return float("inf")
-    return threshold_bytes if limit == JOB_THRESHOLD else limit
 
 
 def _kind(response: Response, keep_groups: bool) -> Hashable | None:

@@ -96,7 +96,12 @@ class Groups:
         if complete:
             del self._open[request.group]
             self._reported.pop(request.group, None)
-        return [_with_error(held, group.error) for held in released]
+        if not group.error:
+            return released
+        return [
+            held if held.error else held._replace(error=group.error, bit=NO_BIT)
+            for held in released
+        ]
 
     def pop_held(self) -> list[Response]:
         """Forget all groups; return the answers that were held."""
@@ -171,13 +176,6 @@ class GroupSizes:
         """Record that the coordinator has answered a cached tensor, perhaps one of a group."""
         if bit in self._group_of:
             self.note_answer(self._group_of[bit][0])
-
-
-def _with_error(response: Response, error: str) -> Response:
-    """Return the response, failed by the error of its group if there is one."""
-    if not error or response.error:
-        return response
-    return response._replace(error=error, bit=NO_BIT)
 
 
 def _move(

@@ -62,7 +62,7 @@ class RequestReadiness:
             tensor = self._tensors[request.name] = _Tensor(now, needed, not request.parties)
         tensor.ranks |= ranks
         tensor.requests[request] = tensor.requests.get(request, 0) | ranks
-        return self.pop(request.name) if self._complete(tensor) else {}
+        return {} if self._missing(tensor) else self.pop(request.name)
 
     def pop(self, name: str) -> RanksByRequest:
         tensor = self._tensors.pop(name, None)
@@ -71,7 +71,7 @@ class RequestReadiness:
     def excuse(self, ranks: int) -> list[RanksByRequest]:
         """Count `ranks` as ready from now on; forget and return what that completes, in order."""
         self._absent |= ranks & self._needed
-        complete = [name for name, tensor in self._tensors.items() if self._complete(tensor)]
+        complete = [name for name, tensor in self._tensors.items() if not self._missing(tensor)]
         return [self.pop(name) for name in complete]
 
     def expect(self, ranks: int) -> None:
@@ -102,9 +102,6 @@ class RequestReadiness:
     def _missing(self, tensor: _Tensor) -> int:
         excused = self._absent if tensor.excuses else 0
         return tensor.needed & ~(tensor.ranks | excused)
-
-    def _complete(self, tensor: _Tensor) -> bool:
-        return not self._missing(tensor)
 
 
 def earliest(times: Iterable[float | None]) -> float | None:

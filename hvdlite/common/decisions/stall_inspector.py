@@ -109,7 +109,7 @@ class StallInspector:
         tensors = [item for item in late if not item.joined]
         subject = "ranks wait in join for others that do nothing"
         if tensors:
-            count = _count(len(tensors), "tensor")
+            count = f"{len(tensors)} tensors were" if len(tensors) != 1 else "1 tensor was"
             subject = f"{count} submitted by some ranks and not by others"
         why = f"{subject}. A rank may have taken another branch, or failed."
         lines = [
@@ -132,10 +132,6 @@ class StallInspector:
                 "or goes on without late ranks if it is elastic."
             )
         return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s were" if number != 1 else " was")
 
 
 def ranks_text(ranks: Sequence[int], verb: str = "") -> str:
