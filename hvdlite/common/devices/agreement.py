@@ -95,8 +95,10 @@ class Agreement:
         if request.device not in self.kinds or device_collective is None:
             return None
         if SPECS[request.collective].reduces:
-            factors = request.prescale_factor, request.postscale_factor
-            if not scales(request.dtype, factors) or not _averages(request):
+            factors = [request.prescale_factor, request.postscale_factor]
+            if request.reduce_op == ReduceOp.AVERAGE:
+                factors.append(0.5)  # It divides by the number of members.
+            if not scales(request.dtype, factors):
                 return None
         return self._library(request, device_collective.method)
 
@@ -114,8 +116,3 @@ class Agreement:
         if SPECS[request.collective].reduces:
             op = reduction_of(request, 1).reduce_op.name
         return self._libraries.get((request.device, method, request.dtype, op))
-
-
-def _averages(request: Request) -> bool:
-    """Return whether a device can divide by the number of members, if that is needed."""
-    return request.reduce_op != ReduceOp.AVERAGE or scales(request.dtype, (0.5,))

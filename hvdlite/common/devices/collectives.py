@@ -65,19 +65,14 @@ class DeviceRun:
         if pairs:
             self.context.copy([target for target, _ in pairs], [source for _, source in pairs])
 
-    def shape_of(self, index: int) -> tuple[int, ...]:
-        """Return the shape of a tensor of this rank, or of the first rank if they differ."""
-        return self.operands[index].response.request.shape
-
 
 Work = Callable[[], None]
 
 
 def _allreduce(run: DeviceRun) -> Work:
     """Reduce in the output itself, or in one fusion buffer for several tensors."""
-    shapes = [operand.response.request.shape for operand in run.operands]
     sources = [operand.source for operand in run.operands]
-    targets = [operand.target(shape) for operand, shape in zip(run.operands, shapes, strict=True)]
+    targets = [operand.target(operand.response.request.shape) for operand in run.operands]
     whole, parts = fused(run, targets)
 
     def work() -> None:
@@ -136,14 +131,15 @@ def _point_to_point(run: DeviceRun) -> Work:
 
 def _allgather(run: DeviceRun) -> Work:
     """Gather what each member has of all tensors, in parts as large as the largest."""
-    counts = []
+    counts, shapes = [], []
     for operand in run.operands:
         request, first_dims = operand.response.request, operand.response.first_dims
         counts.append([rows * math.prod(request.shape[1:]) for rows in first_dims])
+        shapes.append(SPECS[request.collective].result_shape(request, run.members, first_dims))
     totals = [sum(of_tensor) for of_tensor in zip(*counts, strict=True)]
     most = max(totals)
     sources = [operand.source for operand in run.operands]
-    targets = [_gathered(run, operand) for operand in run.operands]
+    targets = [operand.target(shape) for operand, shape in zip(run.operands, shapes, strict=True)]
     if len(targets) == 1 and min(totals) == most:
         source, target = sources[0], targets[0]
         return lambda: run.communicator.allgather(source, target, run.stream)
@@ -157,11 +153,6 @@ def _allgather(run: DeviceRun) -> Work:
         run.copy(wanted, received)
 
     return work
-
-
-def _gathered(run: DeviceRun, operand: DeviceOperand) -> Buffer:
-    request, first_dims = operand.response.request, operand.response.first_dims
-    return operand.target(SPECS[request.collective].result_shape(request, run.members, first_dims))
 
 
 def _reducescatter(run: DeviceRun) -> Work:

@@ -83,7 +83,14 @@ def connect(
 
     `negotiate` is called while the library connects; an error of it ends the wait.
     """
-    cards = [_Card(*msgpack.unpackb(each)) for each in gather(_card(library, context, members))]
+    unique_id, error = b"", ""
+    if members.index == 0:
+        try:
+            unique_id = library.unique_id()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    card = msgpack.packb((context.identity, unique_id, error))
+    cards = [_Card(*msgpack.unpackb(each)) for each in gather(card)]
     reason = _obstacle(library, members, cards)
     if reason:
         discard = getattr(library, "discard", None)
@@ -100,17 +107,6 @@ def connect(
         rank = members.ranks[failed[0]]
         return Outcome(None, f"{library.name} cannot connect rank {rank}: {errors[failed[0]]}")
     return Outcome(attempt.communicator)
-
-
-def _card(library: DeviceLibrary, context: Context, members: Members) -> bytes:
-    unique_id, error = b"", ""
-    if members.index == 0:
-        try:
-            unique_id = library.unique_id()
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-    encoded: bytes = msgpack.packb((context.identity, unique_id, error))
-    return encoded
 
 
 def _obstacle(library: DeviceLibrary, members: Members, cards: Sequence[_Card]) -> str:

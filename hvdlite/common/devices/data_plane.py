@@ -73,17 +73,14 @@ class DeviceClock:
         """Return when two events have occurred, in seconds of `time.monotonic`."""
         reference = self._reference
         if reference is None or time.monotonic() - reference.at > REFERENCE_SECONDS:
-            reference = self._reference = self._refer()
+            stream = self._context.new_stream()  # On which nothing else is queued.
+            try:
+                attempts = [self._attempt(stream) for _ in range(ATTEMPTS)]
+            finally:
+                self._context.free_stream(stream)
+            reference = self._reference = min(attempts, key=lambda each: each.uncertain)
         start = reference.at + begin.seconds_since(reference.event)
         return start, start + end.seconds_since(begin)
-
-    def _refer(self) -> _Reference:
-        """Return a new reference, by a stream on which nothing else is queued."""
-        stream = self._context.new_stream()
-        try:
-            return min((self._attempt(stream) for _ in range(ATTEMPTS)), key=lambda each: each[2])
-        finally:
-            self._context.free_stream(stream)
 
     def _attempt(self, stream: object) -> _Reference:
         before = time.monotonic()
@@ -290,7 +287,13 @@ class DevicePlane:
             if not all(drained):
                 error = HorovodInternalError("hvdlite has been shut down")
         if error is not None:
-            self._abort(error)
+            for device in self._devices.values():
+                device.finalizer.fail(error)
+            self._communicators.abort()
+            for communicator in tuple(self._leaving):
+                quietly(communicator.abort)
+            for device in self._devices.values():
+                device.finalizer.close(partial(device.context.record, device.stream))
         for device in self._devices.values():
             quietly(partial(device.context.free_stream, device.stream))  # It may have failed.
         self._communicators.close()
@@ -298,15 +301,6 @@ class DevicePlane:
         self._buffers.clear()
         self._devices.clear()
         self._on_error = ignore  # The engine refers to this plane.
-
-    def _abort(self, error: HorovodInternalError) -> None:
-        for device in self._devices.values():
-            device.finalizer.fail(error)
-        self._communicators.abort()
-        for communicator in tuple(self._leaving):
-            quietly(communicator.abort)
-        for device in self._devices.values():
-            device.finalizer.close(partial(device.context.record, device.stream))
 
 
 def _closing(

@@ -113,17 +113,14 @@ class Finalizer:
             if self._failure is not None:
                 return self._failure
             if reason:
-                self._report(launched, reason)
+                if not self._reported:
+                    self._reported = True
+                    self._on_error(HorovodInternalError(f"{launched.what}: {reason}"))
                 return self._await_failure(launched, reason)
             if done:
                 return None
             time.sleep(pause)
             pause = min(pause * 2, LONGEST_SLEEP)
-
-    def _report(self, launched: Launched, reason: str) -> None:
-        if not self._reported and self._failure is None:
-            self._reported = True
-            self._on_error(HorovodInternalError(f"{launched.what}: {reason}"))
 
     def _await_failure(self, launched: Launched, reason: str) -> HorovodInternalError:
         """Return the error by which the engine fails, which names the rank at fault."""

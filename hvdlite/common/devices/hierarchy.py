@@ -112,9 +112,7 @@ class HierarchicalAllreduce:
         size = layers.local.size
         what = described(run.operands[0].response.request, run.members)
         sources = [operand.source for operand in run.operands]
-        targets = [
-            operand.target(run.shape_of(index)) for index, operand in enumerate(run.operands)
-        ]
+        targets = [operand.target(operand.response.request.shape) for operand in run.operands]
         part = -(-sum(target.numel() for target in targets) // size)
         whole, places = fused(run, targets, part * size)
         mine = run.buffer("part", part)

@@ -54,10 +54,6 @@ class Forms(Protocol):
         """Return the address of a stream, a ``cudaStream_t``."""
 
 
-def _no_error() -> str:
-    return ""
-
-
 class NcclCommunicator:
     """One member; see `hvdlite.common.devices.interface.Communicator` for the methods."""
 
@@ -71,7 +67,7 @@ class NcclCommunicator:
         *,
         seconds: float,
         blocks: bool = False,
-        device_error: Callable[[], str] = _no_error,
+        device_error: Callable[[], str] = lambda: "",
     ) -> None:
         """Connect on the current device of the thread, with all other members.
 
@@ -169,7 +165,16 @@ class NcclCommunicator:
                 if count:
                     calls.append((name, (place, count * item, BYTES, member)))
                 place += count * item
-        self._group(calls, stream)
+        where = self._forms.stream(stream)
+        with self._using("alltoall") as comm:
+            if comm is None:
+                return
+            self._checked("ncclGroupStart")
+            try:
+                for name, arguments in calls:
+                    self._checked(name, *arguments, comm, where)
+            finally:
+                self._checked("ncclGroupEnd")
 
     def scale(self, buffer: Buffer, factor: float, stream: Stream) -> None:
         """Multiply all elements, as a communicator of one member does by a sum of its own."""
@@ -192,18 +197,6 @@ class NcclCommunicator:
         with self._using(name) as comm:
             if comm is not None:
                 self._checked(name, *arguments, comm, self._forms.stream(stream))
-
-    def _group(self, calls: Sequence[tuple[str, tuple[Any, ...]]], stream: Stream) -> None:
-        where = self._forms.stream(stream)
-        with self._using("alltoall") as comm:
-            if comm is None:
-                return
-            self._checked("ncclGroupStart")
-            try:
-                for name, arguments in calls:
-                    self._checked(name, *arguments, comm, where)
-            finally:
-                self._checked("ncclGroupEnd")
 
     def _checked(self, name: str, *arguments: Any) -> None:
         self._nccl.check(self._nccl.call(name, *arguments), self._named(name))

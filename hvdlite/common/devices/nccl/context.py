@@ -6,7 +6,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -197,12 +197,9 @@ class CudaContext:
         with self.allocating(stream):
             work()
 
-    def allocating(self, stream: Stream) -> AbstractContextManager[None]:
-        """Return a context in which new memory belongs to a stream."""
-        return self._using(stream)
-
     @contextmanager
-    def _using(self, stream: Stream) -> Iterator[None]:
+    def allocating(self, stream: Stream) -> Iterator[None]:
+        """Return a context in which new memory belongs to a stream."""
         before = getattr(self._thread, "stream", 0)
         self._thread.stream = stream
         try:
@@ -280,18 +277,14 @@ class CudaContext:
         if isinstance(buffer.owner, _Allocation):
             buffer.owner.others.add(stream)
 
-    def _end(self, stream: Stream) -> CudaEvent:
-        """Return an event behind what is queued on a stream, of any context, which may be gone."""
-        ended = self.cuda.stream_ends.get(stream)
-        return self.record(stream) if ended is None else ended
-
     def free(self, address: int, stream: Stream, others: set[Stream]) -> None:
         """Free memory of a stream behind what is queued on it and on others. Any thread."""
         try:
             with self.cuda.stream_lock, self.cuda.on(self.device):
                 behind = stream if stream in self.cuda.streams else DEFAULT_STREAM
                 for other in (others | {stream}) - {behind}:
-                    self._end(other).make_wait(behind)
+                    end = self.cuda.stream_ends.get(other)  # Where its context is gone.
+                    (self.record(other) if end is None else end).make_wait(behind)
                 self.cuda.do("cudaFreeAsync", address, behind)
         except Exception as error:  # Raised within a garbage collection, it would reach nobody.
             log.debug("memory of a device was not freed: %s", error)

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
@@ -157,19 +157,15 @@ class CudaRuntime:
 
 def _is_in_use(found: Found) -> Any:
     """Return the driver's function that knows it; None where there is no driver."""
-    for library in (found.library, _driver()):  # A stand-in for the runtime is both.
+    libraries = [found.library]  # A stand-in for the runtime is the driver as well.
+    with suppress(OSError):
+        libraries.append(ctypes.CDLL("libcuda.so.1"))
+    for library in libraries:
         function = getattr(library, "cuDevicePrimaryCtxGetState", None)
         if function is not None:
             function.argtypes, function.restype = (c_int, POINTER(c_uint), POINTER(c_int)), c_int
             return function
     return None
-
-
-def _driver() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
 
 
 def begin_thread(chosen: str) -> None:
