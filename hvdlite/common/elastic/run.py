@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hvdlite.common.api.objects import GatherByRank
@@ -21,22 +21,7 @@ from hvdlite.common.elastic.state import State
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import find
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.tensors.comparison import Compared, compare
-
-# The comparison of all ranks' weights after a reset, bit by bit (HVDLITE_ELASTIC_CHECK).
-
-
-def compare_ranks(tensors: Callable[[], Iterable[Compared]]) -> None:
-    """Raise `RuntimeError` on all ranks if a tensor differs between two, where that is asked for.
-
-    Every rank calls it; only digests are exchanged.
-    """
-    runtime = find()
-    if runtime is not None and runtime.config.elastic_check:
-        remedy = "Call commit() at the same points on all ranks, and change weights alike on all"
-        what = "the state after the reset is not the same"
-        compare([*tensors()], what, remedy, GatherByRank("elastic.check"))
-
+from hvdlite.common.tensors.comparison import compare
 
 R = TypeVar("R")
 IsLoss = Callable[[Exception], bool]
@@ -169,9 +154,16 @@ class _Loop:
                 self._state.sync()
         else:
             self._sync_in_world()
-        if isinstance(self._state, State):
-            self._state._settle()
-            compare_ranks(self._state._tensors_to_compare)
+        if not isinstance(self._state, State):
+            return
+        self._state._settle()
+        runtime = find()
+        if runtime is not None and runtime.config.elastic_check:
+            compare(
+                [*self._state._tensors_to_compare()], "the state after the reset is not the same",
+                "Call commit() at the same points on all ranks, and change weights alike on all",
+                GatherByRank("elastic.check"),
+            )  # fmt: skip
 
     def _sync_in_world(self) -> None:
         """Sync if the world says so, or if the world has been entered with another call before."""

@@ -112,8 +112,13 @@ class State:
         Every rank makes this call equally often. Under a driver it exchanges no message unless
         there is news; without one it broadcasts what rank 0 has heard.
         """
-        before = self._last_updated_timestamp
-        newest, kinds = self._drain_messages()
+        before = newest = self._last_updated_timestamp
+        kinds = HostUpdateResult.no_update  # Of all that is new.
+        while not self._host_messages.empty():
+            timestamp, heard = self._host_messages.get()
+            if timestamp > before:
+                newest = max(newest, timestamp)
+                kinds |= heard
         if worlds.elastic():
             self._last_updated_timestamp = newest
             kind = worlds.check()
@@ -124,17 +129,6 @@ class State:
         self._last_updated_timestamp = newest
         if newest > before:
             self._interrupt(kinds)
-
-    def _drain_messages(self) -> tuple[int, HostUpdateResult]:
-        """Empty the queue; return the newest timestamp, and the kinds of all that was new."""
-        newest = before = self._last_updated_timestamp
-        kinds = HostUpdateResult.no_update
-        while not self._host_messages.empty():
-            timestamp, kind = self._host_messages.get()
-            if timestamp > before:
-                newest = max(newest, timestamp)
-                kinds |= kind
-        return newest, kinds
 
     def _interrupt(self, kinds: int) -> None:
         interrupt = HostsUpdatedInterrupt(skip_sync=kinds == HostUpdateResult.removed)

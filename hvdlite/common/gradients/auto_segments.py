@@ -137,7 +137,13 @@ class AutoSegments:
         message = np.zeros(1 + MOST_SEGMENTS, np.int64)  # the kind, the last indices, and -1
         if self._tuner is not None:
             self._observe(self._tuner, times, runs)
-            self._write_decision(self._tuner, message)
+            decision = self._tuner.decide()
+            if decision is not None:
+                message[0] = _FROZEN if decision.frozen else _TRIAL
+                message[1:] = -1
+                message[1 : 1 + len(decision.last_indices)] = decision.last_indices
+                if decision.frozen:
+                    self._announce(self._tuner, decision)
         name = f"segmentation.auto.{self._label}"
         kind, *last_indices = _forms.broadcast(
             message, self._root, name, self._process_set
@@ -172,16 +178,6 @@ class AutoSegments:
                 end - start,
             )
         )
-
-    def _write_decision(self, tuner: Tuner, message: Array) -> None:
-        decision = tuner.decide()
-        if decision is None:
-            return
-        message[0] = _FROZEN if decision.frozen else _TRIAL
-        message[1:] = -1
-        message[1 : 1 + len(decision.last_indices)] = decision.last_indices
-        if decision.frozen:
-            self._announce(tuner, decision)
 
     def _announce(self, tuner: Tuner, decision: Decision) -> None:
         """Print a frozen segmentation, and save it unless it comes from the file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -35,41 +36,29 @@ class CompressedBucket:
         """Compress, and start the first collective. Raises as this does."""
         self._exchange = _exchange_of(bucket)
         with np.errstate(all="ignore"):  # What is not finite is dealt with.
-            self._operation: Operation[Array] | None = next(self._exchange)
-
-    @property
-    def operation(self) -> Operation[Array] | None:
-        """The collective in flight; None when the results are written."""
-        return self._operation
+            # The collective in flight; None when the results are written.
+            self.operation: Operation[Array] | None = next(self._exchange)
 
     def advance(self) -> None:
         """Go on as far as is possible without waiting."""
-        while self._operation is not None and self._operation.poll():
+        while self.operation is not None and self.operation.poll():
             self._resume()
 
     def advance_by_one(self) -> None:
         """Wait for the collective in flight, and go on to the next one."""
-        if self._operation is not None:
+        if self.operation is not None:
             self._resume()
 
     def wait(self) -> None:
         """Go on until the results are written. Raises `HorovodInternalError`."""
-        while self._operation is not None:
+        while self.operation is not None:
             self._resume()
 
     def _resume(self) -> None:
-        operation, self._operation = self._operation, None
+        operation, self.operation = self.operation, None
         assert operation is not None
-        with np.errstate(all="ignore"):
-            self._operation = _next_of(self._exchange, operation.wait_for_tensors())
-
-
-def _next_of(exchange: Exchange, results: list[Array]) -> Operation[Array] | None:
-    """Give an exchange the results that it waits for; return what it waits for next."""
-    try:
-        return exchange.send(results)
-    except StopIteration:
-        return None
+        with np.errstate(all="ignore"), suppress(StopIteration):  # Where it was the last one.
+            self.operation = self._exchange.send(operation.wait_for_tensors())
 
 
 def _exchange_of(bucket: Bucket) -> Exchange:
@@ -127,15 +116,13 @@ def topk(bucket: Bucket, compressor: TopK) -> Exchange:
     every_place, every_value = messages[:, 0].view(np.int32), messages[:, 1].view(np.float32)
     for part, residual, start, end in zip(bucket.parts, residuals, ends, ends[1:], strict=False):
         if np.isfinite(every_value[:, start:end]).all():
-            _scatter(part, every_place[:, start:end], every_value[:, start:end], bucket.factor)
+            part.values.fill(0)
+            for where, some in zip(
+                every_place[:, start:end], every_value[:, start:end], strict=True
+            ):
+                part.values[where] += some * np.float32(bucket.factor)
         else:
             fail(part, residual)
-
-
-def _scatter(part: Part, places: Array, values: Array, factor: float) -> None:
-    part.values.fill(0)
-    for where, some in zip(places, values, strict=True):
-        part.values[where] += some * np.float32(factor)
 
 
 def largest(values: Array, count: int) -> Array:

@@ -179,8 +179,13 @@ class SegmentPlan:
         strategy = self.strategy
         assert strategy is not None  # callers check `strategy` first
         if isinstance(strategy, Index) and not strategy.strict:
-            _warn_of_ignored_indices(strategy, len(gradients))
-        return _names(strategy, gradients)
+            ignored = [str(index) for index in strategy.indices if index >= len(gradients)]
+            if ignored:
+                warn_user(
+                    f"{strategy.spec}: {', '.join(ignored)} lies past the last of "
+                    f"{len(gradients)} gradients and is ignored"
+                )
+        return _names(strategy, tuple(gradients))
 
     def cut_once(self, gradients: Sequence[Gradient]) -> list[list[str]]:
         """Cut as `cut` does where nothing is measured: `auto` follows its file, or the default."""
@@ -189,20 +194,18 @@ class SegmentPlan:
             return self.cut(gradients)
         key = tuple(gradients)
         if key not in self._fixed:  # an eager tape asks in each step
-            self._fixed[key] = self._saved_or_default(strategy, gradients)
+            saved = load(strategy.file, gradients) if strategy.file else None
+            if saved is None:
+                saved = strategy.last_indices(gradients)
+                warn_user(
+                    "segmentation auto learns from the hooks of PyTorch: here gradients are cut as "
+                    f"{Size().spec} says. Give another segmentation, or auto:FILE with what was "
+                    "learned"
+                )
+            self._fixed[key] = saved
         last_indices = self._fixed[key]
         self._last_indices_label = f" (ends {','.join(map(str, last_indices))})"
         return self.cut_again(gradients, last_indices)
-
-    def _saved_or_default(self, strategy: Auto, gradients: Sequence[Gradient]) -> list[int]:
-        last_indices = load(strategy.file, gradients) if strategy.file else None
-        if last_indices is None:
-            last_indices = strategy.last_indices(gradients)
-            warn_user(
-                "segmentation auto learns from the hooks of PyTorch: here gradients are cut as "
-                f"{Size().spec} says. Give another segmentation, or auto:FILE with what was learned"
-            )
-        return last_indices
 
     def cut_again(
         self, gradients: Sequence[Gradient], last_indices: Sequence[int] | None = None
@@ -216,7 +219,7 @@ class SegmentPlan:
         assert strategy is not None  # callers check `strategy` first
         if isinstance(strategy, (Index, Size)):
             strategy = replace(strategy, strict=False)
-        return _names(strategy, gradients)
+        return _names(strategy, tuple(gradients))
 
     def options(self, names: Sequence[str]) -> CallOptions:
         """Return the options of the reduction of these gradients, which form one segment."""
@@ -232,19 +235,6 @@ class SegmentPlan:
         )
 
 
-def _names(strategy: Strategy, gradients: Sequence[Gradient]) -> list[list[str]]:
-    return _names_of(strategy, tuple(gradients))
-
-
 @lru_cache(maxsize=64)  # an eager tape asks in each step
-def _names_of(strategy: Any, gradients: tuple[Gradient, ...]) -> list[list[str]]:
+def _names(strategy: Any, gradients: tuple[Gradient, ...]) -> list[list[str]]:
     return [[gradient.name for gradient in segment] for segment in segments_of(strategy, gradients)]
-
-
-def _warn_of_ignored_indices(strategy: Index, gradients: int) -> None:
-    ignored = [str(index) for index in strategy.indices if index >= gradients]
-    if ignored:
-        warn_user(
-            f"{strategy.spec}: {', '.join(ignored)} lies past the last of {gradients} gradients "
-            "and is ignored"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -95,8 +95,11 @@ class LocalSources:
         Raises `ValueError` for anything else.
         """
         layers = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
+        # Those of Keras 3 and 2, where they are imported; else no layer exists.
+        imported = [sys.modules[name] for name in ("keras", "tf_keras") if name in sys.modules]
+        types = tuple(keras.layers.Layer for keras in imported)
         for layer in layers:
-            if not isinstance(layer, tuple(_layer_types())):
+            if not isinstance(layer, types):
                 raise ValueError(f"local_layers must be Keras layers, not {type(layer).__name__}")
         self._layers += layers
 
@@ -107,10 +110,3 @@ class LocalSources:
         weights = (weight for layer in self._layers for weight in layer.trainable_weights)
         local_keys = {key_of(weight) for weight in weights}.union(self._source_of)
         return [key_of(source) in local_keys for source in sources]
-
-
-def _layer_types() -> Iterator[type]:
-    """Yield the layer types of Keras 2 and 3, where they are imported; else no layer exists."""
-    for name in ("keras", "tf_keras"):
-        if name in sys.modules:
-            yield sys.modules[name].layers.Layer
