@@ -49,9 +49,6 @@ class Layout:
         object.__setattr__(self, "device_matrix", tuple(device_matrix))
         object.__setattr__(self, "tensor_map", tuple(entries))
         object.__setattr__(self, "uneven", uneven)
-        self._check()
-
-    def _check(self) -> None:
         if not self.device_matrix or not all(map(_is_positive, self.device_matrix)):
             raise ValueError(f"{self}: a device matrix has positive numbers, at least one")
         axes = [axis for entry in self.tensor_map for axis in _axes(entry)]

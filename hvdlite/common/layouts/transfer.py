@@ -27,7 +27,10 @@ def bytes_to_receive(
 
     Raises `ValueError` if the layouts have different numbers of ranks, or do not fit the shape.
     """
-    check_same_ranks(held, wanted)
+    if held.ranks != wanted.ranks:
+        raise ValueError(f"{held} has {held.ranks} ranks, {wanted} has {wanted.ranks}")
+    if len(held.tensor_map) != len(wanted.tensor_map):
+        raise ValueError(f"{held} and {wanted} are for different numbers of dimensions")
     held.check_shape(shape)
     wanted.check_shape(shape)
     if held.uneven or wanted.uneven:
@@ -35,14 +38,6 @@ def bytes_to_receive(
     # Where all parts are equal, the share of a tensor that is missing does not depend on its shape.
     missing, elements = _missing_share(held, wanted)
     return math.prod(shape) * missing // elements * bytes_per_element
-
-
-def check_same_ranks(first: Layout, second: Layout) -> None:
-    """Raise `ValueError` if two layouts have different numbers of ranks or of dimensions."""
-    if first.ranks != second.ranks:
-        raise ValueError(f"{first} has {first.ranks} ranks, {second} has {second.ranks}")
-    if len(first.tensor_map) != len(second.tensor_map):
-        raise ValueError(f"{first} and {second} are for different numbers of dimensions")
 
 
 @lru_cache(maxsize=1 << 16)

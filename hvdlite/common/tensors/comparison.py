@@ -140,7 +140,7 @@ def compare(tensors: Sequence[Compared], what: str, remedy: str, gather: Gather)
     `remedy`.
     """
     total = hashlib.blake2b(digest_size=16)
-    for tensor in sorted(tensors, key=_name):
+    for tensor in sorted(tensors, key=lambda each: each.name):
         total.update(repr(tensor[:4]).encode())  # Says how many bytes follow.
         total.update(tensor.content())
     if gather.are_equal("digest", total.digest()):
@@ -162,10 +162,6 @@ def compare(tensors: Sequence[Compared], what: str, remedy: str, gather: Gather)
         f"{what}: {_who(groups)} in {len(different)} of {len(names)} tensors, first in "
         f"'{[*shown, different[0]][0]}'{element} ({_values(groups)}). {remedy}"
     )
-
-
-def _name(tensor: Compared) -> str:
-    return tensor.name
 
 
 # -- the words of the error

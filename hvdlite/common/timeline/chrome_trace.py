@@ -294,13 +294,9 @@ class TraceWriter:
 
     def _track(self, name: str) -> _Track:
         track = self._tracks.get(name)
-        if track is None:
-            track = self._new_track(name)
-        else:
+        if track is not None:
             self._tracks.move_to_end(name)
-        return track
-
-    def _new_track(self, name: str) -> _Track:
+            return track
         if len(self._tracks) >= TRACKS:
             _, oldest = self._tracks.popitem(last=False)
             self._end_open(time.monotonic_ns(), oldest)

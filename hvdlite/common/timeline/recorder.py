@@ -109,7 +109,13 @@ class Timeline:
                 self._finish_file()
                 self._trace = trace
             self._mark_cycles = mark_cycles
-            self._start_writer()
+            if self._writer is None:
+                self._wake, self._stopping = threading.Event(), threading.Event()
+                self._writer = threading.Thread(
+                    target=self._write, args=(self._wake, self._stopping), daemon=True
+                )
+                self._writer.name = "hvdlite-timeline"
+                self._writer.start()
             self.enabled = True
 
     def records_to(self, path: str) -> bool:
@@ -273,16 +279,6 @@ class Timeline:
         self._queue.append((action, time.monotonic_ns(), args))
         if not self._wake.is_set():
             self._wake.set()
-
-    def _start_writer(self) -> None:
-        if self._writer is not None:
-            return
-        self._wake, self._stopping = threading.Event(), threading.Event()
-        self._writer = threading.Thread(
-            target=self._write, args=(self._wake, self._stopping), daemon=True
-        )
-        self._writer.name = "hvdlite-timeline"
-        self._writer.start()
 
     def _write(self, wake: threading.Event, stopping: threading.Event) -> None:
         while True:
