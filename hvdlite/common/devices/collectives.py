@@ -12,28 +12,74 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hvdlite.common.base.lists import split_rows
 from hvdlite.common.collectives.base import Members, Reduction
+from hvdlite.common.collectives.kernels import neutral_value
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.devices.interface import Buffer, Communicator, Context, Stream
+from hvdlite.common.devices.interface import Buffer, Communicator, Context, DeviceOutput, Stream
+from hvdlite.common.requests.entries import Entry
 from hvdlite.common.requests.messages import Response
 
 
-class DeviceOperand(Protocol):
-    """One tensor of a segment at one rank."""
+class EntryOperand:
+    """A tensor that this rank has."""
 
-    response: Response
-    splits: tuple[int, ...]
-    received_splits: tuple[int, ...]
+    def __init__(self, entry: Entry, outputs: list[DeviceOutput]) -> None:
+        self._entry = entry
+        self._outputs = outputs
+        self.response = entry.response
+        self.splits = entry.splits
+
+    @property
+    def received_splits(self) -> tuple[int, ...]:
+        return self._entry.received_splits
+
+    @received_splits.setter
+    def received_splits(self, splits: tuple[int, ...]) -> None:
+        self._entry.received_splits = splits
 
     @property
     def source(self) -> Buffer:
         """The input, flat."""
+        assert self._entry.device_input is not None
+        return self._entry.device_input.buffer
 
     def target(self, shape: tuple[int, ...]) -> Buffer:
         """Return the output of this shape, flat; may be the input's memory."""
+        output: DeviceOutput = self._entry.device_output(shape)
+        self._outputs.append(output)
+        return output.buffer
+
+
+class JoinedOperand:
+    """A tensor that this rank does not have, as it has joined: neutral data."""
+
+    received_splits: tuple[int, ...] = ()
+
+    def __init__(self, response: Response, context: Context, stream: Stream, members: int) -> None:
+        self.response = response
+        self.splits = (0,) * members
+        self._context = context
+        self._stream = stream
+
+    @property
+    def source(self) -> Buffer:
+        request = self.response.request
+        shape = request.shape
+        if SPECS[request.collective].varying_rows:
+            shape = (0, *shape[1:])
+        value = neutral_value(request)
+        buffer = self._context.empty(math.prod(shape), request.dtype)
+        self._context.run(self._stream, lambda: self._context.fill(buffer, value))
+        return buffer
+
+    def target(self, shape: tuple[int, ...]) -> Buffer:
+        return self._context.empty(math.prod(shape), self.response.request.dtype)
+
+
+DeviceOperand = EntryOperand | JoinedOperand  # One tensor of a segment at one rank.
 
 
 @dataclass(frozen=True)
@@ -268,12 +314,9 @@ def scales(dtype: str, factors: Sequence[float]) -> bool:
 
 def nothing_to_move(run: DeviceRun) -> bool:
     """Return whether no tensor of a segment has elements, at any member."""
-    return not any(_elements(operand.response) for operand in run.operands)
-
-
-def _elements(response: Response) -> int:
-    request = response.request
-    rows: Any = request.shape[:1]
-    if response.first_dims:
-        rows = (sum(response.first_dims),)
-    return math.prod((*rows, *request.shape[1:]))
+    for operand in run.operands:
+        shape, first_dims = operand.response.request.shape, operand.response.first_dims
+        rows: Any = (sum(first_dims),) if first_dims else shape[:1]
+        if math.prod((*rows, *shape[1:])):
+            return False
+    return True

@@ -28,6 +28,8 @@ from hvdlite.common.devices.collectives import (
     COLLECTIVES,
     DeviceOperand,
     DeviceRun,
+    EntryOperand,
+    JoinedOperand,
     nothing_to_move,
 )
 from hvdlite.common.devices.communicators import CommunicatorTable, Layers, quietly
@@ -43,7 +45,6 @@ from hvdlite.common.devices.interface import (
     Stream,
     TimedEvent,
 )
-from hvdlite.common.devices.operands import EntryOperand, JoinedOperand
 from hvdlite.common.requests.entries import Entry
 from hvdlite.common.requests.messages import Request, Response
 from hvdlite.common.transport.base import do_nothing
