@@ -71,22 +71,18 @@ def task_of_step(environ: Mapping[str, str]) -> Launch | None:
             f"{' and '.join(launch.evidence)} say that this is a task of Slurm, but "
             f"SLURM_STEP_NODELIST does not say on which nodes: set {RENDEZVOUS}=host:port"
         )
+    # Neighbours in time have other ports.
+    number = (int(job) if job.isdecimal() else 0) * PORTS + int(step) * 7
+    first = FIRST_PORT + number % (LAST_PORT - FIRST_PORT - PORTS + 1)
     local = environ.get("SLURM_LOCALID", "")
     return replace(
         launch,
         local_rank=int(local) if local.isdecimal() else -1,
         job=f"{environ.get('SLURM_CLUSTER_NAME', '')}:{job}.{step}",
-        addresses=tuple(Address(host, port) for port in _ports(job, int(step))),
+        addresses=tuple(Address(host, port) for port in range(first, first + PORTS)),
         rank_0_serves=True,
         incarnation=environ.get("SLURM_RESTART_COUNT", ""),
     )
-
-
-def _ports(job: str, step: int) -> range:
-    """Return the ports of a step; neighbours in time have others."""
-    number = (int(job) if job.isdecimal() else 0) * PORTS + step * 7
-    first = FIRST_PORT + number % (LAST_PORT - FIRST_PORT - PORTS + 1)
-    return range(first, first + PORTS)
 
 
 LAUNCHED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")

@@ -48,7 +48,7 @@ class StartWait:
         """Log who is missing if this rank speaks; raise `error` if it has waited for too long."""
         if self.over:
             raise self.error(presence.spell())
-        if self._rank == presence.speaker:
+        if self._rank == min(presence.waiting, default=None):  # It speaks for all that wait.
             self.log(presence.spell())
 
     def log(self, who: str) -> None:
@@ -77,10 +77,6 @@ class Presence(NamedTuple):
     notes: list[str]  # Sentences about ranks that were refused.
     # Those of other hosts that came; None where only the ranks of this host are known.
     elsewhere: list[int] | None
-
-    @property
-    def speaker(self) -> int | None:
-        return min(self.waiting, default=None)
 
     def spell(self) -> str:
         """Return the sentence that names the ranks that did not come."""

@@ -209,17 +209,14 @@ class TorchStoreExchange:
         """Sleep, and return how long to sleep the next time; say who is missing when it is time."""
         wait = self._wait
         if wait.over or wait.line_is_due():
-            wait.tell(self._presence())
+            presence = Presence([], [], [], [], [])
+            for rank in self._members:
+                number = self._read(rank)[1]
+                kinds = {LEFT: presence.missing, GAVE_UP: presence.left}
+                kinds.get(number, presence.waiting).append(rank)
+            wait.tell(presence)
         time.sleep(min(seconds, wait.seconds()))
         return min(2 * seconds, LONGEST_PAUSE_SECONDS)
-
-    def _presence(self) -> Presence:
-        presence = Presence([], [], [], [], [])
-        for rank in self._members:
-            number = self._read(rank)[1]
-            kinds = {LEFT: presence.missing, GAVE_UP: presence.left}
-            kinds.get(number, presence.waiting).append(rank)
-        return presence
 
     def _write(self, number: int, body: bytes = b"") -> None:
         """Replace what this rank has written before: the number of its round, or LEFT."""

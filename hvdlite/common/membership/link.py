@@ -305,7 +305,10 @@ class DriverLink:
                     self._checks.decide(counter, check, kind)
                     self._changed.notify_all()
             case [frames.END, int(code), str(sentence)]:
-                self._on_end(code, sentence)
+                log.log(logging.INFO if code == 0 else logging.DEBUG, "%s", sentence)
+                with self._changed:
+                    self._end = code, sentence
+                    self._changed.notify_all()
             case [frames.WORLD, *_]:
                 self._on_world(frames.read_world(message, self.number))
             case [frames.NEWCOMER, *_]:
@@ -337,12 +340,6 @@ class DriverLink:
         self._over = error
         os.eventfd_write(self._interrupt, 1)
         self._changed.notify_all()
-
-    def _on_end(self, code: int, sentence: str) -> None:
-        log.log(logging.INFO if code == 0 else logging.DEBUG, "%s", sentence)
-        with self._changed:
-            self._end = code, sentence
-            self._changed.notify_all()
 
     # -- the end of the driver
 
