@@ -21,12 +21,13 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.tensors.compression import Compressor, NoneCompressor
 
-# The public forms of allreduce; `forms` says what all forms have in common.
 T = TypeVar("T")
 
 
-class AllreduceForms(StartingForms[T]):
-    """The forms of allreduce for one framework's tensors."""
+class Forms(StartingForms[T]):
+    """The public functions for one framework's tensors, which `runner` runs."""
+
+    # -- allreduce
 
     def allreduce_async(
         self,
@@ -151,10 +152,6 @@ class AllreduceForms(StartingForms[T]):
         """Do as `grouped_allreduce_async_` does, and wait: `tensors` as a tuple."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
         return tuple(self._run_in_place("allreduce", tensors, name, options))
-
-
-class Forms(AllreduceForms[T]):
-    """The public functions for one framework's tensors, which `runner` runs."""
 
     # -- allgather
 

@@ -15,7 +15,7 @@ back to where these came from, and the adjoint of the slicing adds them there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hvdlite.common.api.call_checks import members_of
 from hvdlite.common.base.errors import HorovodInternalError
@@ -63,7 +63,12 @@ class Arrays(Generic[T]):
         """Raise `HorovodInternalError` unless so many rows have come from each member."""
         for sender, (rows, number) in enumerate(zip(received, wanted, strict=True)):
             if rows != number:
-                _refuse(f"member {sender} of the set has sent {int(rows)}", position, number)
+                raise HorovodInternalError(
+                    f"halo: ranks disagree on the widths: member {sender} of the set has sent "
+                    f"{int(rows)} entries of its edge, and member {position}, this rank, wants "
+                    f"{number}. Give the same before and after on all ranks",
+                    job_goes_on=True,
+                )
 
     def halo(
         self,
@@ -118,15 +123,6 @@ class Arrays(Generic[T]):
         if position == last and fill is not None:
             below = [self.border(array, dim, after, fill)]
         return self.concatenate([*above, array, *below], dim)
-
-
-def _refuse(sent: str, position: int, wanted: object) -> NoReturn:
-    """Raise the error for an edge of another width than this rank has asked for."""
-    raise HorovodInternalError(
-        f"halo: ranks disagree on the widths: {sent} entries of its edge, and member {position}, "
-        f"this rank, wants {wanted}. Give the same before and after on all ranks",
-        job_goes_on=True,
-    )
 
 
 def _edges(

@@ -13,7 +13,6 @@ import numpy as np
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.api.runner import EngineRunner
-from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.between_hosts import measure
 from hvdlite.common.collectives.between_hosts.costs import (
     ALLREDUCE,
@@ -96,15 +95,15 @@ def compared_algorithms(
     The measured time is the median of three means over `calls` calls.
     """
     runtime = current()
-    hosts, slices = len(runtime.topology.hosts), measure.taking_part(runtime.transport)
+    hosts = tuple(map(len, runtime.topology.hosts))
+    slices = measure.taking_part(runtime.transport)
     found = []
     for size in sizes:
         times = [
-            (step_seconds(model, name, ranks_of_hosts(runtime.topology), size),
-             _measured_seconds(name, size, calls))
+            (step_seconds(model, name, hosts, size), _measured_seconds(name, size, calls))
             for name in COSTS[ALLREDUCE]
-        ]  # fmt: skip
-        found.append((size, times, cheapest(model, hosts, slices, size)))
+        ]
+        found.append((size, times, cheapest(model, len(hosts), slices, size)))
     return found
 
 
@@ -115,7 +114,7 @@ def compared_steps(
 
     By the model, and measured.
     """
-    hosts = ranks_of_hosts(current().topology)
+    hosts = tuple(map(len, current().topology.hosts))
     return {
         name: (
             step_seconds(model, name, hosts, tensors * nbytes, tensors),
@@ -123,16 +122,6 @@ def compared_steps(
         )
         for name in COSTS[ALLREDUCE]
     }
-
-
-def ranks_of_hosts(topology: Topology) -> tuple[int, ...]:
-    """Return how many ranks each host has."""
-    return tuple(map(len, topology.hosts))
-
-
-def _slowest(times: Sequence[Sequence[float]]) -> float:
-    """Return the median of the batches, each on the rank where it took longest."""
-    return float(median(max(each) for each in zip(*times, strict=True)))
 
 
 def _call_and_message() -> tuple[float, float]:
@@ -155,9 +144,9 @@ def _measured_seconds(name: str, nbytes: int, calls: int, tensors: int = 1) -> f
     runtime = current()
     arrays = [np.zeros(max(1, nbytes // 4), np.float32) for _ in range(tensors)]
     transport, backends = runtime.transport, runtime.engine.backends
-    return _slowest(
-        _on_all(lambda: measure.allreduce_seconds(transport, backends, name, arrays, calls))
-    )
+    times = _on_all(lambda: measure.allreduce_seconds(transport, backends, name, arrays, calls))
+    # The median of the batches, each on the rank where it took longest.
+    return float(median(max(each) for each in zip(*times, strict=True)))
 
 
 def _far_seconds(nbytes: int, call: float, message: float) -> float:

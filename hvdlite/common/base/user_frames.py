@@ -87,16 +87,13 @@ def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     files = [step.tb_frame.f_code.co_filename for step in steps]
     users = [number for number, file in enumerate(files) if is_of_user(file)]
     own = [number for number, file in enumerate(files) if is_own(file)]
-    if not users or not own or own[-1] < users[-1] or not _raises(steps[own[-1]]):
+    if not users or not own or own[-1] < users[-1]:
+        return steps[0]
+    line = linecache.getline(files[own[-1]], steps[own[-1]].tb_lineno)
+    if line.split(maxsplit=1)[:1] != ["raise"]:  # It is a mistake in hvdlite.
         return steps[0]
     kept = steps[: next(number for number in own if number > users[-1])]
     shown: TracebackType | None = None
     for step in reversed(kept):
         shown = TracebackType(shown, step.tb_frame, step.tb_lasti, step.tb_lineno)
     return shown
-
-
-def _raises(step: TracebackType) -> bool:
-    """Return whether a frame of hvdlite raises an error by a statement."""
-    line = linecache.getline(step.tb_frame.f_code.co_filename, step.tb_lineno)
-    return line.split(maxsplit=1)[:1] == ["raise"]

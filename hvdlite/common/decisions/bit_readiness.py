@@ -127,19 +127,14 @@ class BitReadiness:
         # All ranks that report here, as a mask, and those among them that count as ready for
         # everything, because they have joined.
         self._needed = needed
-        self._absent = 0
+        self.absent = 0
         self._target = needed.bit_count()  # The number of ranks that are needed and not absent.
         self._pages: dict[int, _Page] = {}
         self._since: dict[int, float] = {}  # By bit, in the order of arrival.
 
     @property
-    def absent(self) -> int:
-        """The mask of the excused ranks."""
-        return self._absent
-
-    @property
     def all_absent(self) -> bool:
-        return self._absent == self._needed
+        return self.absent == self._needed
 
     @property
     def bits(self) -> NumberSet:
@@ -156,13 +151,13 @@ class BitReadiness:
                 page = self._pages[page_index] = _Page()
             for bit in numbers_of(some & ~page.waiting):
                 self._since[page_index * PAGE + bit] = now
-            page.add(some, ranks, self._absent)
+            page.add(some, ranks, self.absent)
             complete = page.complete(some, self._target)
             if complete:
                 complete_pages[page_index] = complete
         if not complete_pages:
             return []
-        if self._absent:  # An absent rank may have reported a bit before it joined, or not.
+        if self.absent:  # An absent rank may have reported a bit before it joined, or not.
             return self.pop(NumberSet(complete_pages))
         for page_index, some in complete_pages.items():
             self._forget(page_index, some)
@@ -197,7 +192,7 @@ class BitReadiness:
 
     def excuse(self, ranks: int) -> list[Arrival]:
         """Count `ranks` as ready from now on; forget and return the bits that it completes."""
-        self._absent |= ranks & self._needed
+        self.absent |= ranks & self._needed
         self._recount()
         complete = (
             (page_index, page.complete(page.waiting, self._target))
@@ -206,14 +201,14 @@ class BitReadiness:
         return self.pop(NumberSet({page_index: bits for page_index, bits in complete if bits}))
 
     def expect(self, ranks: int) -> None:
-        if ranks & self._absent:
-            self._absent &= ~ranks
+        if ranks & self.absent:
+            self.absent &= ~ranks
             self._recount()
 
     def _recount(self) -> None:
-        self._target = (self._needed & ~self._absent).bit_count()
+        self._target = (self._needed & ~self.absent).bit_count()
         for page in self._pages.values():
-            page.recount(self._absent)
+            page.recount(self.absent)
 
     def pop_overdue(self, before: float) -> list[Arrival]:
         """Forget and return the bits that wait since before `before`."""
@@ -229,7 +224,7 @@ class BitReadiness:
         missing: dict[int, int] = {}
         for page_index, page in self._pages.items():
             for ranks, bits in page.ready(page.waiting).items():
-                lacking = self._needed & ~(ranks | self._absent)
+                lacking = self._needed & ~(ranks | self.absent)
                 missing |= {page_index * PAGE + bit: lacking for bit in numbers_of(bits)}
         for bit, since in self._since.items():
             yield bit, missing[bit], since

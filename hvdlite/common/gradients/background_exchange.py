@@ -63,19 +63,16 @@ class BackgroundExchange:
         return running.handle
 
     def _work(self) -> None:
-        while (running := self._next()) is not None:
+        while True:
+            with self._lock:
+                while not self._ready and self._open:
+                    self._lock.wait()
+                if not self._ready:  # All exchanges have ended.
+                    self._works = False
+                    return
+                running = self._ready.popleft()
             with use(running.runtime):
                 self._advance(running)
-
-    def _next(self) -> _Running | None:
-        """Sleep until there is something to do; return None when all exchanges have ended."""
-        with self._lock:
-            while not self._ready and self._open:
-                self._lock.wait()
-            if self._ready:
-                return self._ready.popleft()
-            self._works = False
-            return None
 
     def _advance(self, running: _Running) -> None:
         try:

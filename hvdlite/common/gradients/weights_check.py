@@ -6,7 +6,7 @@ An optimizer counts its steps; its framework says which tensors are equal on all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from hvdlite.common.api.objects import GatherByRank
@@ -82,15 +82,9 @@ def _steps_by_setting() -> int:
     return 0 if runtime is None else runtime.config.check_weights
 
 
-class CompareVariables(Protocol):
-    """What a framework gives: counts a step, and compares variables where it is time to.
-
-    In a graph it makes operations that do so, and returns the last of them.
-    """
-
-    def __call__(
-        self, check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]
-    ) -> Any: ...
+# What a framework gives: counts a step, and compares variables of these names where it is time to.
+# In a graph it makes operations that do so, and returns the last of them.
+CompareVariables = Callable[[WeightsCheck, Sequence[str], Sequence[Any]], Any]
 
 
 class VariablesCheck:

@@ -49,7 +49,11 @@ class Layout:
         object.__setattr__(self, "device_matrix", tuple(device_matrix))
         object.__setattr__(self, "tensor_map", tuple(entries))
         object.__setattr__(self, "uneven", uneven)
-        if not self.device_matrix or not all(map(_is_positive, self.device_matrix)):
+        positive = [
+            isinstance(number, int) and not isinstance(number, bool) and number > 0
+            for number in self.device_matrix
+        ]
+        if not positive or not all(positive):
             raise ValueError(f"{self}: a device matrix has positive numbers, at least one")
         axes = [axis for entry in self.tensor_map for axis in _axes(entry)]
         last = len(self.device_matrix) - 1
@@ -181,10 +185,6 @@ def _axes(entry: MapEntry) -> tuple[int, ...]:
     if isinstance(entry, tuple):
         return entry
     return () if entry == WHOLE else (entry,)
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 # Layouts as the placements of PyTorch's DTensor, in numbers alone.

@@ -39,12 +39,12 @@ class Handle:
     Any thread may wait for it; a waiting thread sleeps.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_event", "_value", "queue")
+    __slots__ = ("_callbacks", "_done", "_event", "_value", "error", "queue")
 
     def __init__(self) -> None:
         self._done = False
         self._value: Any = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # Of a collective that has failed.
         # Where the result is still computed by a device: the event after which it is there.
         self._event: Event | None = None
         # Called, and removed, when the result is there. A thread that waits adds one of its own, as
@@ -61,13 +61,13 @@ class Handle:
 
     def fail(self, error: Exception) -> None:
         """Give the error that waiting threads raise."""
-        self._error = error
+        self.error = error
         self._end()
 
     def spoil(self, error: Exception) -> None:
         """Give an error; also after a result, which the device will never compute."""
         if self._done:
-            self._error = error
+            self.error = error
         else:
             self.fail(error)
 
@@ -81,7 +81,7 @@ class Handle:
     def renew(self) -> None:
         """Stand for the next collective. Nobody waits for the last one, which has ended."""
         self._callbacks = []
-        self._value = self._error = self._event = self.queue = None
+        self._value = self.error = self._event = self.queue = None
         self._done = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
@@ -108,11 +108,6 @@ class Handle:
         """Return whether the result, or an error, is there, also on its device. Never waits."""
         return self._done and (self._event is None or self._event.query())
 
-    @property
-    def error(self) -> Exception | None:
-        """The error of a collective that has failed, or None."""
-        return self._error
-
     def ended_within(self, seconds: float) -> bool:
         """Sleep until the result is there, at most `seconds`; return whether it is."""
         if self._done:
@@ -129,8 +124,8 @@ class Handle:
                 queue.attend(self)
             if not self._done:
                 self._sleep()
-        if self._error is not None:
-            raise _fresh(self._error)
+        if self.error is not None:
+            raise _fresh(self.error)
         return self._value
 
     @classmethod

@@ -324,11 +324,6 @@ class Timeline:
         self._queue.clear()
         log.warning("the timeline %s ends here: %s", file.path, error.strerror or error)
 
-    def _after_fork_in_child(self) -> None:
-        if self._trace is not None:
-            self._trace.file.close()
-        self._start_idle()
-
 
 _NOTHING = nullcontext()
 _timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
@@ -336,7 +331,9 @@ _timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
 
 def _disable_in_child() -> None:
     for timeline in list(_timelines):
-        timeline._after_fork_in_child()
+        if timeline._trace is not None:
+            timeline._trace.file.close()
+        timeline._start_idle()
 
 
 def _close_all() -> None:
