@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdlite.common.api.forms import Forms
-from hvdlite.common.api.objects import allgather_object
-from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.api.objects import allgather_object, array_forms
 from hvdlite.common.collectives.between_hosts import measure
 from hvdlite.common.collectives.between_hosts.costs import (
     ALLREDUCE,
@@ -25,7 +23,6 @@ from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import current
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
-from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 # Run a function on the engine threads of all ranks at the same time: for measurements.
 
@@ -55,8 +52,6 @@ def run_on_engine(
         remove()
     return results[0]
 
-
-_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 
 LEAST_BYTES, MOST_BYTES = 256 << 10, 64 << 20  # in one measurement of a link
 ENOUGH_SECONDS = 0.2
@@ -180,7 +175,7 @@ def _on_all(probe: Callable[[], Any]) -> list[Any]:
     """Run `probe` on all ranks at the same time; return what it gave, by rank."""
 
     def together(name: str) -> None:
-        _forms.broadcast(np.zeros(1), 0, name, global_process_set)
+        array_forms.broadcast(np.zeros(1), 0, name, global_process_set)
 
     return allgather_object(run_on_engine(current(), "hvdlite.probe", together, probe))
 

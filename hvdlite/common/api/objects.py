@@ -13,7 +13,7 @@ from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
-_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
+array_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))  # Of what hvdlite itself sends.
 
 
 def broadcast_object(
@@ -30,10 +30,11 @@ def broadcast_object(
     name = name or "broadcast_object"
     is_root = for_collective().rank == root_rank
     body = _pickle(obj) if is_root else np.empty(0, np.uint8)
-    size = _forms.broadcast(np.array([body.size], np.int64), root_rank, f"{name}.sz", process_set)
+    length = np.array([body.size], np.int64)
+    size = array_forms.broadcast(length, root_rank, f"{name}.sz", process_set)
     if not is_root:
         body = np.empty(int(size[0]), np.uint8)
-    sent = _forms.broadcast(body, root_rank, f"{name}.t", process_set)
+    sent = array_forms.broadcast(body, root_rank, f"{name}.t", process_set)
     return obj if is_root else _unpickle(sent)
 
 
@@ -47,8 +48,8 @@ def allgather_object(
     name = name or "allgather_object"
     body = _pickle(obj)
     size = np.array([body.size], np.int64)
-    sizes = _forms.allgather(size, f"{name}.sz", process_set)
-    bodies = _forms.allgather(body, f"{name}.t", process_set)
+    sizes = array_forms.allgather(size, f"{name}.sz", process_set)
+    bodies = array_forms.allgather(body, f"{name}.t", process_set)
     ends = np.cumsum(sizes).tolist()
     starts = [0, *ends[:-1]]
     return [_unpickle(bodies[start:end]) for start, end in zip(starts, ends, strict=True)]
@@ -71,7 +72,7 @@ class GatherByRank:
         This is one exchange, without pickles.
         """
         mine = np.frombuffer(body, np.uint8).reshape(1, -1)
-        rows = _forms.allgather(mine, f"{self._label}.{name}", self._process_set)
+        rows = array_forms.allgather(mine, f"{self._label}.{name}", self._process_set)
         return bool((rows == mine).all())
 
 

@@ -105,8 +105,7 @@ def submit(
     """
     if not options.grouped:
         target = None if targets is None else targets[0]
-        make = _entry_with_splits if SPECS[collective].splits else _entry
-        entries = [make(runtime, adapter, collective, name, tensors[0], options, target)]
+        entries = [_entry(runtime, adapter, collective, name, tensors[0], options, target)]
         runtime.engine.enqueue(entries, waits=waits)
         return entries
     specs = tuple(adapter.spec(tensor) for tensor in tensors)
@@ -154,28 +153,20 @@ def _entry(
     options: CallOptions,
     target: T | None,
 ) -> TensorEntry[T]:
-    """Return the entry of one tensor. Raises `ValueError`."""
-    call = prepared(runtime, adapter, collective, name, tensor, options)
-    _check_target(runtime, adapter, collective, name, call.spec, tensor, target, options)
-    return entry_of(call, adapter, tensor, target)
+    """Return the entry of one tensor, whose splits may be others in each call.
 
-
-def _entry_with_splits(
-    runtime: Runtime,
-    adapter: Adapter[T],
-    collective: str,
-    name: str,
-    tensor: T,
-    options: CallOptions,
-    target: T | None,
-) -> TensorEntry[T]:
-    """Return the entry of one tensor, whose splits may be others in each call, as `_entry`."""
+    Raises `ValueError`.
+    """
     same = options if options.splits is None else options._replace(splits=None)
     call = prepared(runtime, adapter, collective, name, tensor, same)
-    members = members_of(runtime, collective, options.process_set)
-    splits = splits_of(adapter, name, call.spec, options, len(members))
+    splits: tuple[int, ...] | None = None
+    if SPECS[collective].splits:
+        members = members_of(runtime, collective, options.process_set)
+        splits = splits_of(adapter, name, call.spec, options, len(members))
     _check_target(runtime, adapter, collective, name, call.spec, tensor, target, options)
-    return TensorEntry(call.request, adapter, tensor, target, splits)
+    if splits is not None:
+        return TensorEntry(call.request, adapter, tensor, target, splits)
+    return entry_of(call, adapter, tensor, target)
 
 
 def _check_target(

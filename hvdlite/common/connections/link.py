@@ -240,7 +240,12 @@ class Link:
         if self._liveness is not None and isinstance(self._connection, socket.socket):
             self._liveness.watch(self._connection, lambda error: self._end(str(error)))
         if self._finishing and not self._outbox:
-            self._stop_writing()
+            if self._reads != self._writes:
+                self._loop.forget(self._writes)
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_WR)
+            # Pipes have closed the descriptor that was written: it may be another link's soon.
+            self._writes = self._reads
         self._watch()
 
     def _write(self) -> None:
@@ -375,14 +380,6 @@ class Link:
         self.received = self.ended = _ignore
         self.finish()
         self._loop.call_after(seconds, self.close)
-
-    def _stop_writing(self) -> None:
-        if self._reads != self._writes:
-            self._loop.forget(self._writes)
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-        # Pipes have closed the descriptor that was written: its number may be another link's soon.
-        self._writes = self._reads
 
     def _end(self, reason: str) -> None:
         if self.open:

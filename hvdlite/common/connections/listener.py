@@ -188,31 +188,29 @@ class _Guest(Stranger):
             self.expect(prove.PROVEN_CLAIM_BYTES, self._on_claim, prove.is_claim)
 
     def _on_claim(self, body: bytes) -> None:
-        secret = self._listener.party.secret
-        claim = prove.check_claim(secret, self._challenge, body)
+        party = self._listener.party
+        claim = prove.check_claim(party.secret, self._challenge, body)
         if claim is None:
             who = f"a process at {peer_name(self.connection)}"
             self._refuse(Refusal(prove.OTHER_SECRET, f"{who} {self._listener.other_secret}"), None)
             return
-        refusal = self._judge(claim)
-        if refusal is not None:
-            self._refuse(refusal, claim)
-        elif self.say(prove.acceptance(secret, self._challenge, claim)):
-            self.claim = claim
-            self.expect(len(prove.GO), partial(self._on_go, claim))
-
-    def _judge(self, claim: Claim) -> Refusal | None:
-        party = self._listener.party
+        refusal: Refusal | None
         if claim.software.protocol != prove.OURS.protocol:
             sentence = (
                 f"{claim.role} runs hvdlite {claim.software}, and this job has protocol "
                 f"{prove.OURS.protocol}"
             )
-            return Refusal(prove.OTHER_PROTOCOL, sentence)
-        if (claim.role, claim.wanted) != (party.other, party.role):
+            refusal = Refusal(prove.OTHER_PROTOCOL, sentence)
+        elif (claim.role, claim.wanted) != (party.other, party.role):
             sentence = f"a {party.role} listens here, and no {claim.wanted} for a {claim.role}"
-            return Refusal(prove.OTHER_ROLE, sentence)
-        return self._listener.judge(claim)
+            refusal = Refusal(prove.OTHER_ROLE, sentence)
+        else:
+            refusal = self._listener.judge(claim)
+        if refusal is not None:
+            self._refuse(refusal, claim)
+        elif self.say(prove.acceptance(party.secret, self._challenge, claim)):
+            self.claim = claim
+            self.expect(len(prove.GO), partial(self._on_go, claim))
 
     def _refuse(self, refusal: Refusal, claim: Claim | None) -> None:
         """Say why, and let the other end close: what is closed with data unread loses words."""

@@ -144,7 +144,14 @@ class Autotuner:
             if _worth_it(scores[values], scores[best]):
                 best = values
         if best != self._defaults:
-            best = yield from self._duel(best, scores)
+            # Measure both again, in turns: the best of many candidates owes part of its score to
+            # luck, so old scores do not count. The defaults win a tie.
+            scores[best], scores[self._defaults] = [], []
+            for _ in range(DUELS):
+                for values in (best, self._defaults):
+                    scores[values].append((yield values))
+            if not _worth_it(scores[best], scores[self._defaults]):
+                best = self._defaults
         self._samples.append(self._sample_of(best, median(scores[best])))
         return best
 
@@ -164,17 +171,6 @@ class Autotuner:
 
     def _sample_of(self, values: Retune, score: float) -> Sample:
         return Sample(values, self._layered and values.allreduce != "ring", score)
-
-    def _duel(self, best: Retune, scores: dict[Retune, list[float]]) -> _Search:
-        """Measure the best and the defaults again, in turns; the defaults win a tie.
-
-        The best of many candidates owes part of its score to luck, so old scores do not count.
-        """
-        scores[best], scores[self._defaults] = [], []
-        for _ in range(DUELS):
-            for values in (best, self._defaults):
-                scores[values].append((yield values))
-        return best if _worth_it(scores[best], scores[self._defaults]) else self._defaults
 
 
 class _Measurement:

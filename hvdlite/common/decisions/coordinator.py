@@ -87,7 +87,7 @@ from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival
 from hvdlite.common.decisions.crossed import crossed
 from hvdlite.common.decisions.fusion import next_segments
-from hvdlite.common.decisions.process_sets import ProcessSetState, Releases, change_sets
+from hvdlite.common.decisions.process_sets import ProcessSetState, change_sets
 from hvdlite.common.decisions.request_readiness import (
     RanksByRequest,
     answer,
@@ -158,7 +158,8 @@ class Coordinator:
         # The ranks that have shut down, as a mask, and in order with their reasons: errors blame
         # the first one.
         self._departed = 0
-        self._releases = Releases()
+        # The uses of formed sets that these ranks have released, as a mask, and not all members.
+        self._released: dict[Request, int] = {}
         self._searches = SenderSearches()
         self._departed_order: dict[int, str] = {}
 
@@ -182,7 +183,7 @@ class Coordinator:
             self._receive_bits(state, bits, ranks, now)
         for request in report.requests:
             if SPECS[request.collective].effect is Effect.RELEASE_SET:
-                self._releases.add(request, ranks)
+                self._released[request] = self._released.get(request, 0) | ranks
                 self._answer_releases()
             elif state.needed(request) & self._departed:
                 self._refuse(state, request)
@@ -391,8 +392,14 @@ class Coordinator:
         self._ready += state.groups.hold(response)
 
     def _answer_releases(self) -> None:
-        for request in self._releases.pop_complete(self._departed):
-            self._ready.append(self._apply(Response(request), {}))
+        """Answer the releases that all members have made; those who have shut down need not.
+
+        Nobody waits for a release, so it is no tensor that could stall.
+        """
+        for request, ranks in [*self._released.items()]:
+            if not mask_of(request.parties) & ~(ranks | self._departed):
+                del self._released[request]
+                self._ready.append(self._apply(Response(request), {}))
 
     def _apply(self, response: Response, requests: RanksByRequest) -> Response:
         """Change the process sets as the answer says; it fails where the table refuses.

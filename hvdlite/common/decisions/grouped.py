@@ -61,7 +61,9 @@ class Groups:
                 _move(reported, mask & ranks, (size, before), (size, before + count))
         if new:
             reported[whole] = reported.get(whole, 0) | new
-        sizes = _by_size(reported)
+        sizes: dict[int, int] = {}  # The mask of the ranks by the size of their group.
+        for (size, _), mask in reported.items():
+            sizes[size] = sizes.get(size, 0) | mask
         if len(sizes) < 2:
             return ""
         settings = {size: self._settings.get((request.group, size), "") for size in sizes}
@@ -187,14 +189,6 @@ def _move(
         del reported[old]
     if new:
         reported[new] = reported.get(new, 0) | ranks
-
-
-def _by_size(reported: _Reported) -> dict[int, int]:
-    """Return the mask of the ranks by the size of their group."""
-    sizes: dict[int, int] = {}
-    for (size, _), mask in reported.items():
-        sizes[size] = sizes.get(size, 0) | mask
-    return sizes
 
 
 def _disagreement(

@@ -20,31 +20,6 @@ from hvdlite.common.requests.messages import NO_RANK, Request, Response
 from hvdlite.common.requests.process_set_table import FormedSet, ProcessSetTable, unflatten
 
 
-class Releases:
-    """The uses of formed sets that some members have released, and others have not.
-
-    Nobody waits for a release, so it is no tensor that could stall, and a rank that has shut down
-    needs not make it.
-    """
-
-    def __init__(self) -> None:
-        self._released: dict[Request, int] = {}  # The mask of the ranks that have.
-
-    def add(self, request: Request, ranks: int) -> None:
-        self._released[request] = self._released.get(request, 0) | ranks
-
-    def pop_complete(self, departed: int) -> list[Request]:
-        """Forget and return those that all members have made but the `departed` ones, a mask."""
-        complete = [
-            request
-            for request, ranks in self._released.items()
-            if not mask_of(request.parties) & ~(ranks | departed)
-        ]
-        for request in complete:
-            del self._released[request]
-        return complete
-
-
 class SetChange(NamedTuple):
     """What one answer has changed: process set ids."""
 

@@ -109,7 +109,11 @@ class Finalizer:
         """Sleep until a segment is done; return why it is not, if so."""
         pause = SHORTEST_SLEEP
         while True:
-            done, reason = _state(launched)
+            try:
+                # An event also occurs when the library has given up: that is asked afterwards.
+                done, reason = launched.event.query(), launched.communicator.async_error()
+            except Exception as error:  # As torch raises what a device reports.
+                done, reason = False, f"{type(error).__name__}: {error}"
             if self._failure is not None:
                 return self._failure
             if reason:
@@ -137,15 +141,6 @@ class Finalizer:
         with suppress(Exception):  # A device that has failed does nothing any more.
             while not event.query() and time.monotonic() < self._until:
                 time.sleep(LONGEST_SLEEP)
-
-
-def _state(launched: Launched) -> tuple[bool, str]:
-    """Return whether a segment is done, and why it never will be, or ""."""
-    try:
-        # An event also occurs when the library has given up: that is asked afterwards.
-        return launched.event.query(), launched.communicator.async_error()
-    except Exception as error:  # As torch raises what a device reports.
-        return False, f"{type(error).__name__}: {error}"
 
 
 def described(request: Request, members: Members) -> str:

@@ -8,12 +8,11 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from hvdlite.common.api.forms import Forms
-from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.api.objects import array_forms
 from hvdlite.common.base.lists import split_by_bytes
 from hvdlite.common.elastic.source import Source
 from hvdlite.common.runtime.current import for_collective
-from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.tensors.numpy_adapter import Array
 
 # The pieces in which many arrays or tensors are sent as flat buffers.
 PIECE_BYTES = 64 << 20  # The most that a flat buffer takes, unless one array is larger.
@@ -36,9 +35,6 @@ def in_pieces(arrays: Sequence[T]) -> Iterator[list[T]]:
         yield from split_by_bytes(arrays, lambda array: array.nbytes, PIECE_BYTES)
 
 
-_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
-
-
 def broadcast_arrays(arrays: Sequence[Array], name: str, source: Source) -> list[Any]:
     """Return the arrays of the root of the sync on all its ranks; blocks.
 
@@ -53,26 +49,17 @@ def broadcast_arrays(arrays: Sequence[Array], name: str, source: Source) -> list
     for dtype, indices in groups.items():
         rest = iter(indices)
         for number, piece in enumerate(in_pieces([arrays[i] for i in indices])):
-            flat = _packed(piece, is_root)
+            if is_root:
+                flat = np.concatenate([np.ravel(array).view(np.uint8) for array in piece])
+            else:
+                flat = np.empty(sum(array.nbytes for array in piece), np.uint8)
             part = f"{name}.{dtype.name}.{number}"
-            flat = _forms.broadcast_(flat, source.root_rank, part, source.process_set)
-            if not is_root:
-                places = islice(rest, len(piece))
-                for index, array in zip(places, _unpacked(flat, piece), strict=True):
-                    results[index] = array
+            flat = array_forms.broadcast_(flat, source.root_rank, part, source.process_set)
+            if is_root:
+                continue
+            start = 0
+            for index, array in zip(islice(rest, len(piece)), piece, strict=True):
+                values = flat[start : start + array.nbytes]
+                results[index] = values.view(array.dtype).reshape(array.shape)
+                start += array.nbytes
     return results
-
-
-def _packed(arrays: Sequence[Array], with_values: bool) -> Array:
-    if not with_values:
-        return np.empty(sum(array.nbytes for array in arrays), np.uint8)
-    return np.concatenate([np.ravel(array).view(np.uint8) for array in arrays])
-
-
-def _unpacked(flat: Array, like: Sequence[Array]) -> list[Array]:
-    ends = np.cumsum([array.nbytes for array in like]).tolist()
-    starts = [0, *ends[:-1]]
-    return [
-        flat[start:end].view(array.dtype).reshape(array.shape)
-        for start, end, array in zip(starts, ends, like, strict=True)
-    ]

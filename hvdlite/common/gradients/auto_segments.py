@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdlite.common.api.forms import Forms
-from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.api.objects import array_forms
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.requests.entries import SegmentRun
 from hvdlite.common.runtime.current import for_collective
@@ -35,7 +34,6 @@ from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
 from hvdlite.common.settings.setting import check_output_file
-from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 
 log = logging.getLogger("hvdlite")
 
@@ -46,14 +44,12 @@ MOST_RUNS = 1024  # the most reductions of one iteration that are kept
 STEPS_WHEN_FROZEN = 10  # between two checks for drift
 _NO_CHANGE, _TRIAL, _FROZEN = range(3)  # the kinds of decisions in the broadcast
 
-_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
-
 
 def no_rank_has_joined(label: str, process_set: ProcessSet) -> bool:
     """Return whether no rank has joined; all other ranks call this at the same point."""
     one = np.ones(1, np.int64)
     name = f"segmentation.ranks.{label}"
-    ranks = _forms.allreduce(one, name=name, op=ReduceOp.SUM, process_set=process_set)
+    ranks = array_forms.allreduce(one, name=name, op=ReduceOp.SUM, process_set=process_set)
     return int(ranks[0]) == process_set.size()
 
 
@@ -145,7 +141,7 @@ class AutoSegments:
                 if decision.frozen:
                     self._announce(self._tuner, decision)
         name = f"segmentation.auto.{self._label}"
-        kind, *last_indices = _forms.broadcast(
+        kind, *last_indices = array_forms.broadcast(
             message, self._root, name, self._process_set
         ).tolist()
         if kind == _NO_CHANGE:
@@ -158,7 +154,9 @@ class AutoSegments:
         times = [ready[gradient.name] for gradient in self.gradients]
         local = np.array([*times, time.monotonic()]) + self._engine.clock_offset_seconds
         name = f"segmentation.times.{self._label}"
-        latest = _forms.allreduce(local, name=name, op=ReduceOp.MAX, process_set=self._process_set)
+        latest = array_forms.allreduce(
+            local, name=name, op=ReduceOp.MAX, process_set=self._process_set
+        )
         seconds: list[float] = latest.tolist()
         return seconds
 

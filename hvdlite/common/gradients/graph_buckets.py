@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -150,12 +151,8 @@ class GraphBucket:
     def _tensors(self, shapes: list[int]) -> Sequence[GraphTensor]:
         if shapes != self._shapes:
             self._shapes, self._unused = shapes, []  # Those in flight come back to the old list.
-        try:
+        with suppress(IndexError):
             return self._unused.pop()
-        except IndexError:
-            return self._make(shapes)
-
-    def _make(self, shapes: list[int]) -> Sequence[GraphTensor]:
         made = []
         position = 0
         for dtype in self._call.dtypes:

@@ -87,6 +87,12 @@ def _steps_by_setting() -> int:
 CompareVariables = Callable[[WeightsCheck, Sequence[str], Sequence[Any]], Any]
 
 
+Use = tuple[str, ProcessSet]  # A label, and among which ranks.
+# The check of each use of a variable, by its id, as long as it lives. Variables are no keys of a
+# dict, and their attributes would be saved with them.
+_known: dict[int, tuple[ref[Any], dict[Use, WeightsCheck]]] = {}
+
+
 class VariablesCheck:
     """Compares the variables whose gradients a `Reducer` reduces, for frameworks without hooks.
 
@@ -140,18 +146,8 @@ class VariablesCheck:
         check = check_by_setting(label, process_set, first=every * (2 // every + 1))
         if check is None or not shared:
             return check
-        return _lasting(reducer.sources.plain(shared[0]), (label, process_set), check)
-
-
-Use = tuple[str, ProcessSet]  # A label, and among which ranks.
-# By the id of a variable: what is known of it as long as it lives. Variables are no keys of a dict,
-# and their attributes would be saved with them.
-_known: dict[int, tuple[ref[Any], dict[Use, WeightsCheck]]] = {}
-
-
-def _lasting(variable: Any, use: Use, check: WeightsCheck) -> WeightsCheck:
-    """Return the check of this use of a variable, which is `check` at the first call."""
-    key = id(variable)
-    if key not in _known:
-        _known[key] = ref(variable, lambda _: _known.pop(key, None)), {}
-    return _known[key][1].setdefault(use, check)
+        variable = reducer.sources.plain(shared[0])
+        key = id(variable)
+        if key not in _known:
+            _known[key] = ref(variable, lambda _: _known.pop(key, None)), {}
+        return _known[key][1].setdefault((label, process_set), check)

@@ -18,7 +18,7 @@ others that do not exist. Slurm is the exception: a launcher may well run inside
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from hvdlite.common.base.errors import ConfigError
@@ -117,9 +117,12 @@ def detect(
             _check_that_they_agree(chosen, other)
     if chosen.size == 1 and chosen.source != MPI:
         return Launch(SINGLE, evidence=chosen.evidence)
-    if chosen.source == MPI:
-        return replace(chosen, instead=_started_by_srun(chosen, candidates))
-    return chosen
+    slurm = next((each for each in candidates if each.source == SLURM), None)
+    if chosen.source != MPI or slurm is None:
+        return chosen
+    # A rank of MPI may be a task of its step itself.
+    alike = chosen.rank in (-1, slurm.rank) and chosen.size in (-1, slurm.size)
+    return replace(chosen, instead=slurm) if alike else chosen
 
 
 def _check_that_numbers_are_whole(environ: Mapping[str, str]) -> None:
@@ -133,14 +136,6 @@ def _check_that_numbers_are_whole(environ: Mapping[str, str]) -> None:
         f"{given}: this is a part of what a rank needs; set HVDLITE_RANK, HVDLITE_SIZE and "
         f"{RENDEZVOUS}=host:port, or none of them for a job of one rank"
     )
-
-
-def _started_by_srun(chosen: Launch, candidates: Sequence[Launch]) -> Launch | None:
-    """Return the launch by Slurm of a rank of MPI that is a task of its step itself."""
-    slurm = next((launch for launch in candidates if launch.source == SLURM), None)
-    if slurm is None or chosen.rank not in (-1, slurm.rank) or chosen.size not in (-1, slurm.size):
-        return None
-    return slurm
 
 
 def _candidates(

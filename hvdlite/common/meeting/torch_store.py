@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgpack
 
@@ -38,21 +38,15 @@ _met: dict[str, set[bytes]] = {}
 _agent_stores: dict[Address, Store] = {}
 
 
-class _Offer(NamedTuple):
-    """The store by which a process group is being made, and this process's place in it."""
-
-    store: Store
-    place: WorldRank
-
-
-_offer: _Offer | None = None
+# The store by which a process group is being made, and this process's place in it.
+_offer: tuple[Store, WorldRank] | None = None
 
 
 @contextmanager
 def offered(store: Store, rank: int, size: int) -> Iterator[None]:
     """Let `init` meet in this store within the context: a process group is being made by it."""
     global _offer  # noqa: PLW0603 - init has no argument for it
-    _offer = _Offer(store, WorldRank(rank, size))
+    _offer = store, WorldRank(rank, size)
     try:
         yield
     finally:
@@ -65,7 +59,7 @@ def default_group() -> WorldRank | None:
     Does not import torch.
     """
     if _offer is not None:
-        return _offer.place
+        return _offer[1]
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -75,7 +69,7 @@ def default_group() -> WorldRank | None:
 def default_store() -> Store:
     """Return the store by which the ranks of the default group of torch.distributed have met."""
     if _offer is not None:
-        return _offer.store
+        return _offer[0]
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
@@ -153,7 +147,14 @@ class TorchStoreExchange:
         """Return the bodies of all members, and give them to the others."""
         bodies: dict[int, bytes] = {}
         pause = FIRST_PAUSE_SECONDS
-        while not self._complete(bodies):
+        while True:
+            complete = self._add_missing(bodies)
+            if complete and self._round == 0:
+                # Those who came first may have given up or begun anew since: look again.
+                bodies.clear()
+                complete = self._add_missing(bodies)
+            if complete:
+                break
             pause = self._pause(pause)
         if self._round == 0:
             _met[self._name] = set(self._tokens.values())
@@ -162,17 +163,8 @@ class TorchStoreExchange:
             self._call(self._store.set, self._answer_key(self._tokens[rank]), answer)
         return [bodies[rank] for rank in self._members]
 
-    def _complete(self, bodies: dict[int, bytes]) -> bool:
-        """Add the bodies that are there to `bodies`; return whether these are all.
-
-        In round 0, those who came first may have given up or begun anew since: so look again.
-        """
-        if self._add_missing(bodies) and self._round == 0:
-            bodies.clear()
-            return self._add_missing(bodies)
-        return len(bodies) == self.size
-
     def _add_missing(self, bodies: dict[int, bytes]) -> bool:
+        """Add the bodies that are there to `bodies`; return whether these are all."""
         for rank in self._members:
             if rank not in bodies and (body := self._body_of(rank)) is not None:
                 bodies[rank] = body

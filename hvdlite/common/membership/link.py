@@ -282,10 +282,6 @@ class DriverLink:
             self._link.close()
             self._on_closed(str(error))
 
-    def _on_closed(self, reason: str) -> None:
-        if not self._closing:
-            self._on_lost(reason or "it closed the connection")
-
     def _obey(self, message: list[Any]) -> None:
         match message:
             case [frames.BODIES, int(epoch), int(number), [*bodies]]:
@@ -341,12 +337,13 @@ class DriverLink:
         os.eventfd_write(self._interrupt, 1)
         self._changed.notify_all()
 
-    # -- the end of the driver
-
-    def _on_lost(self, reason: str) -> None:
+    def _on_closed(self, reason: str) -> None:
         """End all waits, and this process: by `SystemExit` in its main thread, or without it."""
+        if self._closing:
+            return
         with self._changed:
             if self._end is None:
+                reason = reason or "it closed the connection"
                 text = f"worker {self.number}: the driver of the job has gone ({reason})"
                 print(f"{text}: this worker ends", file=sys.stderr, flush=True)
                 self._end = 1, ""

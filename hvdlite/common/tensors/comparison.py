@@ -206,17 +206,13 @@ def _first_element(tensor: Compared | None, groups: Groups, gather: Gather) -> s
     sums = gather("sums", None if tensor is None else tensor.sums())
     number = int(np.argmax(sums[one] != sums[other]))
     blocks = gather("block", None if tensor is None else tensor.block(number))
-    return _of_element(facts, number, {rank: blocks[rank] for rank in (one, other)})
-
-
-def _of_element(facts: Facts, number: int, blocks: Mapping[int, bytes]) -> str:
     try:
         dtype = numpy_dtype(facts.dtype)
     except TypeError:  # One that numpy does not know, such as floats of 8 bits.
         return ""
     rows = {
-        rank: np.frombuffer(block, np.uint8).reshape(-1, dtype.itemsize)
-        for rank, block in blocks.items()
+        rank: np.frombuffer(blocks[rank], np.uint8).reshape(-1, dtype.itemsize)
+        for rank in (one, other)
     }
     first, second = rows.values()
     place = int(np.argmax((first != second).any(axis=1)))

@@ -116,12 +116,12 @@ class TraceWriter:
 
     def finish(self, now: int) -> None:
         """End every open span, and append the events to the file."""
-        self._end_all(now)
+        self.end_rows(now)
         self.write()
 
     def drop(self, now: int, count: int) -> None:
         """Record that `count` events are missing here."""
-        self._end_all(now)
+        self.end_rows(now)
         self._events.append(
             f'{{"ph": "i", "name": "EVENTS_DROPPED", "ts": {self._ts(now)}, "pid": {HEAD_PID}, '
             f'"s": "g", "args": {{"count": {count}}}}}'
@@ -243,10 +243,12 @@ class TraceWriter:
     # ---- worlds of an elastic job
 
     def end_rows(self, now: int) -> None:
-        self._end_all(now)
+        """End every open span."""
+        for track in self._tracks.values():
+            self._end_open(now, track)
 
     def reset(self, now: int, epoch: int, old: tuple[int, int], new: tuple[int, int]) -> None:
-        self._end_all(now)
+        self.end_rows(now)
         places = {"old_rank": old[0], "old_size": old[1], "rank": new[0], "size": new[1]}
         self._events.append(
             f'{{"ph": "i", "name": "RESET", "ts": {self._ts(now)}, "pid": {HEAD_PID}, "s": "g", '
@@ -262,9 +264,11 @@ class TraceWriter:
 
     def _begin(self, now: int, track: _Track, name: str, args: str = "") -> None:
         track.open += 1
+        quoted = self._quoted.get(name)
+        if quoted is None:
+            quoted = self._quoted[name] = json.dumps(name)
         self._events.append(
-            f'{{"ph": "B", "name": {self._quote(name)}, "ts": {self._ts(now)}, '
-            f'"pid": {track.pid}{args}}}'
+            f'{{"ph": "B", "name": {quoted}, "ts": {self._ts(now)}, "pid": {track.pid}{args}}}'
         )
 
     def _end(self, now: int, track: _Track, args: str = "") -> None:
@@ -276,21 +280,11 @@ class TraceWriter:
             self._end(now, track)
         track.negotiating = False
 
-    def _end_all(self, now: int) -> None:
-        for track in self._tracks.values():
-            self._end_open(now, track)
-
     def _count_bytes(self, now: int, track: _Track, nbytes: int) -> None:
         self._events.append(
             f'{{"ph": "C", "name": "bytes", "ts": {self._ts(now)}, "pid": {track.pid}, '
             f'"args": {{"bytes": {nbytes}}}}}'
         )
-
-    def _quote(self, name: str) -> str:
-        """Return `name` in JSON, cached: only the few names of phases come here."""
-        if name not in self._quoted:
-            self._quoted[name] = json.dumps(name)
-        return self._quoted[name]
 
     def _track(self, name: str) -> _Track:
         track = self._tracks.get(name)

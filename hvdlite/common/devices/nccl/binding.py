@@ -179,7 +179,19 @@ class Nccl:
         """
         found = load(NCCL, chosen)
         self.path = found.path
-        self._functions = _declared(found)
+        self._functions: dict[str, Any] = {}
+        for name, arguments in {**_SIGNATURES, **_LATER}.items():
+            function = getattr(found.library, name, None)
+            if function is None and name in _SIGNATURES:
+                raise NcclError(f"{self.path} has no function {name}: it is no NCCL, or an old one")
+            if function is not None:
+                function.argtypes, function.restype = arguments, c_int
+                self._functions[name] = function
+        for name in ("ncclGetErrorString", "ncclGetLastError"):
+            if (function := getattr(found.library, name, None)) is not None:
+                function.restype = c_char_p
+                self._functions[name] = function
+        self._functions["ncclGetErrorString"].argtypes = (c_int,)
         self.does_not_block = all(name in self._functions for name in _LATER)
         number = c_int()
         self.check(self.call("ncclGetVersion", ctypes.byref(number)), "ncclGetVersion")
@@ -221,21 +233,3 @@ class Nccl:
 
 def _text_of(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def _declared(found: Found) -> dict[str, Any]:
-    """Return the functions by name, with their types."""
-    functions: dict[str, Any] = {}
-    for name, arguments in {**_SIGNATURES, **_LATER}.items():
-        function = getattr(found.library, name, None)
-        if function is None and name in _SIGNATURES:
-            raise NcclError(f"{found.path} has no function {name}: it is no NCCL, or an old one")
-        if function is not None:
-            function.argtypes, function.restype = arguments, c_int
-            functions[name] = function
-    for name in ("ncclGetErrorString", "ncclGetLastError"):
-        if (function := getattr(found.library, name, None)) is not None:
-            function.restype = c_char_p
-            functions[name] = function
-    functions["ncclGetErrorString"].argtypes = (c_int,)
-    return functions

@@ -85,18 +85,15 @@ class NcclCommunicator:
         self._lock = threading.Lock()  # See [Note: threads and communicators].
         self._comm: c_void_p | None = c_void_p()
         self._error = ""
-        self._connect(UniqueId.from_buffer_copy(unique_id), seconds)
-
-    def _connect(self, unique_id: UniqueId, seconds: float) -> None:
-        what = f"connecting member {self._index} of {self._size}"
-        made = ctypes.byref(self._comm)  # type: ignore[arg-type]
-        arguments: tuple[Any, ...] = made, self._size, unique_id, self._index
+        what = f"connecting member {index} of {size}"
+        where = UniqueId.from_buffer_copy(unique_id)
+        arguments: tuple[Any, ...] = ctypes.byref(self._comm), size, where, index
         if self._blocks:
-            code = self._nccl.call("ncclCommInitRank", *arguments)
+            code = nccl.call("ncclCommInitRank", *arguments)
         else:
             config = ctypes.byref(not_blocking())
-            code = self._nccl.call("ncclCommInitRankConfig", *arguments, config)
-        self._nccl.check(code, what)
+            code = nccl.call("ncclCommInitRankConfig", *arguments, config)
+        nccl.check(code, what)
         try:
             if not self._settled(what, seconds):
                 raise NcclError(
@@ -226,17 +223,17 @@ class NcclCommunicator:
         """Sleep until NCCL does nothing on the host; False if it still does after `seconds`."""
         until = time.monotonic() + seconds
         pause = SHORTEST_POLL_SECONDS
-        while (code := self._state()) == IN_PROGRESS:
+        while True:
+            with self._lock:
+                code = self._code()
+            if code != IN_PROGRESS:
+                break
             if time.monotonic() > until:
                 return False
             time.sleep(pause)
             pause = min(pause * 2, LONGEST_POLL_SECONDS)
         self._nccl.check(code, what)
         return True
-
-    def _state(self) -> int:
-        with self._lock:
-            return self._code()
 
     def _code(self) -> int:
         """Return the code of the communicator; success if it is not there any more."""
