@@ -37,8 +37,6 @@ READ_BYTES = 1 << 16
 MOST_PARTS = 64  # Of one system call.
 
 Arrays = Sequence[bytearray | memoryview]
-Received = Callable[[Any, Arrays], None]
-Ended = Callable[[str], None]
 
 
 def _ignore(*_: object) -> None:
@@ -122,8 +120,8 @@ class Link:
         loop: Loop,
         connection: socket.socket | Pipes,
         *,
-        received: Received,
-        ended: Ended,
+        received: Callable[[Any, Arrays], None],
+        ended: Callable[[str], None],
         most_bytes: int,
         memory: Memory = no_memory,
         unpacker: Callable[[bytes], Any] = unpack,

@@ -86,10 +86,12 @@ def task_of_step(environ: Mapping[str, str]) -> Launch | None:
 
 
 LAUNCHED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
-MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-MPI_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-MPI_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+MPI_NUMBERS = (
+    ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
+    ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+)
 LAUNCHER_EVENTS = "HVDLITE_LAUNCHER_EVENTS"  # It begins with a token of the job.
 SERVER = "HVDLITE_RENDEZVOUS_SERVER"
 INCARNATION = "HVDLITE_INCARNATION"
@@ -194,8 +196,7 @@ def _elastic(environ: Mapping[str, str]) -> Launch:
 def _mpi(environ: Mapping[str, str]) -> Launch | None:
     if not any(name in environ for name in LAUNCHED_BY_MPI):
         return None
-    kinds = (MPI_RANKS, MPI_SIZES, MPI_LOCAL_RANKS, MPI_LOCAL_SIZES)
-    names = [first_number(environ, each) for each in kinds]
+    names = [first_number(environ, each) for each in MPI_NUMBERS]
     rank, size, local_rank, local_size = (int(environ[name]) if name else -1 for name in names)
     if "PMIX_NAMESPACE" in environ:
         job = environ["PMIX_NAMESPACE"]

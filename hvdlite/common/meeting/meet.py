@@ -105,11 +105,21 @@ class HostedExchange:
 
     def allgather(self, body: bytes) -> list[bytes]:
         wire.check_body(body)
-        self._server.rounds.give(self._own, bytes(body))
+        rounds, wait = self._server.rounds, self._wait
+        rounds.give(self._own, bytes(body))
         while not self._own.inbox:
-            self._loop.run_once(self._wait.seconds())
-            if not self._own.inbox and (self._wait.over or self._wait.line_is_due()):
-                self._say_who_is_missing()
+            self._loop.run_once(wait.seconds())
+            if self._own.inbox or not (wait.over or wait.line_is_due()):
+                continue
+            who = self._server.presence(self._own).spell()
+            if not wait.over:
+                wait.log(who)
+                continue
+            # The wait of all ranks ends. Those that have more time wait for another server, as this
+            # rank may call init again.
+            rounds.give_up(f"rank {self._own.rank} has given up to wait in init(): {who}")
+            self._own.inbox.clear()
+            raise wait.error(who)
         match message := unpack(self._own.inbox.popleft()):
             case [wire.BODIES, _, [*bodies]]:
                 return bodies
@@ -118,20 +128,6 @@ class HostedExchange:
             case [wire.OTHER_HVDLITE, _, version]:
                 raise wire.mismatch(version)
         raise AssertionError(f"the server of this process sent {message[0]}")
-
-    def _say_who_is_missing(self) -> None:
-        """Log the missing ranks; at the deadline, end the wait of all ranks.
-
-        Those that have more time wait for another server: this rank may call init again.
-        """
-        server, wait = self._server, self._wait
-        who = server.presence(self._own).spell()
-        if not wait.over:
-            wait.log(who)
-            return
-        server.rounds.give_up(f"rank {self._own.rank} has given up to wait in init(): {who}")
-        self._own.inbox.clear()
-        raise wait.error(who)
 
     def close(self) -> None:
         self._server.rounds.leave(self._own)

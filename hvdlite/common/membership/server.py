@@ -16,9 +16,6 @@ from hvdlite.common.connections.prove import FIRST_OWN, Claim, Party
 from hvdlite.common.meeting.wire import FRAME_BYTES
 from hvdlite.common.membership import frames
 
-Said = Callable[[int, list[Any]], None]
-Ended = Callable[[int], None]
-
 log = logging.getLogger("hvdlite")
 
 
@@ -35,8 +32,8 @@ class WorkerServer:
         loop: Loop,
         listening: socket.socket,
         secret: bytes,
-        said: Said,
-        ended: Ended,
+        said: Callable[[int, list[Any]], None],
+        ended: Callable[[int], None],
         *,
         expects: Callable[[int], bool] = lambda number: True,
     ) -> None:
