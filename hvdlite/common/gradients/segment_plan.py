@@ -145,31 +145,29 @@ class SegmentPlan:
 
     def settle(self) -> None:
         """Make the user's choice final, since gradients are about to be reduced."""
-        if not self._settled:
-            process_set = self._reduction.process_set
-            registered = process_set.process_set_id is not None  # others have no choice by calls
-            # This is asked in any case, because the question makes the choice final.
-            by_calls = chosen(process_set) if registered else Threshold()
-            strategy = self._reduction.segmentation or by_calls
-            compresses = isinstance(self._reduction.compression, FeedbackCompressor)
-            if self.as_views and strategy == Threshold():
-                strategy = VIEWED
-            elif strategy == Threshold() and compresses and not self._grouped:
-                strategy = COMPRESSED
-            if strategy != Threshold():
-                objection = self._reason_against_segments()
-                self._strategy = None if objection else strategy
-                if objection:
-                    warn_user(f"segmentation {strategy.spec} has no effect: {objection}")
-            self._settled = True
-
-    def _reason_against_segments(self) -> str:
-        if self._grouped:
-            return "groups are given"
-        if not self._reduction.fusable:
-            op = self._reduction.scaling.op.name.capitalize()
-            return f"only Average and Sum can be reduced in segments, not {op}"
-        return ""
+        if self._settled:
+            return
+        process_set = self._reduction.process_set
+        registered = process_set.process_set_id is not None  # others have no choice by calls
+        # This is asked in any case, because the question makes the choice final.
+        by_calls = chosen(process_set) if registered else Threshold()
+        strategy = self._reduction.segmentation or by_calls
+        compresses = isinstance(self._reduction.compression, FeedbackCompressor)
+        if self.as_views and strategy == Threshold():
+            strategy = VIEWED
+        elif strategy == Threshold() and compresses and not self._grouped:
+            strategy = COMPRESSED
+        if strategy != Threshold():
+            objection = ""
+            if self._grouped:
+                objection = "groups are given"
+            elif not self._reduction.fusable:
+                op = self._reduction.scaling.op.name.capitalize()
+                objection = f"only Average and Sum can be reduced in segments, not {op}"
+            self._strategy = None if objection else strategy
+            if objection:
+                warn_user(f"segmentation {strategy.spec} has no effect: {objection}")
+        self._settled = True
 
     def cut(self, gradients: Sequence[Gradient]) -> list[list[str]]:
         """Return the names of the gradients of each segment.

@@ -176,7 +176,12 @@ class TraceWriter:
         while track.open > 1:
             self._end(now, track)
         if track.open:
-            self._end(now, track, _output(dtype, shape))
+            args = {}
+            if dtype is not None:
+                args["dtype"] = dtype
+            if shape is not None:
+                args["shape"] = f"[{', '.join(map(str, shape))}]"
+            self._end(now, track, f', "args": {json.dumps(args)}' if args else "")
 
     # ---- the engine
 
@@ -314,12 +319,3 @@ class TraceWriter:
             args["clock_offset_in_micros"] = round(clock_offset_seconds * 1e6)
         event = {"name": "process_name", "ph": "M", "pid": HEAD_PID, "args": args}
         return json.dumps(event)
-
-
-def _output(dtype: str | None, shape: Sequence[int] | None) -> str:
-    args = {}
-    if dtype is not None:
-        args["dtype"] = dtype
-    if shape is not None:
-        args["shape"] = f"[{', '.join(map(str, shape))}]"
-    return f', "args": {json.dumps(args)}' if args else ""

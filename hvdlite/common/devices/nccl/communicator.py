@@ -249,21 +249,19 @@ class NcclCommunicator:
 
     def async_error(self) -> str:
         """Return why NCCL or the device has failed."""
-        if not self._error:
-            reason = self._device_error() or self._reported()
-            self._error = self._error or reason
+        if self._error:
+            return self._error
+        reason = self._device_error()
+        # While a call is being queued, its error is seen the next time.
+        if not reason and self._lock.acquire(blocking=False):
+            try:
+                code = self._code()
+            finally:
+                self._lock.release()
+            if code not in (SUCCESS, IN_PROGRESS):
+                reason = f"{self._named('a collective')}: {self._nccl.error_text(code)}"
+        self._error = self._error or reason
         return self._error
-
-    def _reported(self) -> str:
-        if not self._lock.acquire(blocking=False):
-            return ""  # A call is being queued: its error is seen the next time.
-        try:
-            code = self._code()
-        finally:
-            self._lock.release()
-        if code in (SUCCESS, IN_PROGRESS):
-            return ""
-        return f"{self._named('a collective')}: {self._nccl.error_text(code)}"
 
     def abort(self) -> None:
         held = self._lock.acquire(timeout=ABORT_WAITS_SECONDS)
