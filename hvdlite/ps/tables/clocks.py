@@ -72,15 +72,12 @@ class Clocks:
         push is here, else at the lowest clock of the others.
         """
         if worker not in self.finished:
-            if clock is None:
-                clock = self._beginning()
+            if clock is None and self.mode.name == SYNC:
+                clock = max(self.present, default=self.version - 1) + 1
+            elif clock is None:
+                clock = min(self.finished.values(), default=0)
             self.finished[worker] = clock
         return self.finished[worker]
-
-    def _beginning(self) -> int:
-        if self.mode.name == SYNC:
-            return max(self.present, default=self.version - 1) + 1
-        return min(self.finished.values(), default=0)
 
     def leave(self, worker: int) -> None:
         """Let the others go on without a worker. What it has pushed counts."""

@@ -5,7 +5,7 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -23,7 +23,14 @@ class Start:
 
 
 class Starts:
-    """The starts of a table that are not answered yet; `waiting` has them by their workers."""
+    """The starts of a table that are not answered yet; `waiting` has them by their workers.
+
+    [Note: first values] Workers may begin with different values, and come to the servers in
+    another order to each. All servers take those of the worker that has declared the table
+    first. Where it is lost before, all wait until everybody has started, and take those of the
+    lowest number. That worker also replaces the values that other servers have of the lost one:
+    nobody has pulled them, since no worker goes on before all servers have begun.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[int, Start] = {}
@@ -35,10 +42,6 @@ class Starts:
         if worker == self.wanted:  # It asks again, as it has not heard that it is wanted.
             self.wanted = None
         self.waiting[worker] = start
-
-    def is_awaited(self, workers: Collection[int]) -> bool:
-        """Return whether one of `workers` knows that its values are wanted."""
-        return self.wanted in self.waiting and self.wanted in workers
 
     def missing(self, workers: Collection[int], others: Collection[int]) -> set[int]:
         """Return who has not started yet; `others` do not take part in the table."""
@@ -53,12 +56,17 @@ class Starts:
         offers, newest = self._offers(workers), self.newest(workers)
         if not offers:  # They take part in what another worker begins.
             return None
-        if newest < 0:
-            chosen = self._first_of(offers, workers, others)
-        else:
+        first = next((each.first for each in self.waiting.values() if each.first is not None), None)
+        if newest >= 0:
             chosen = min(worker for worker in offers if self.waiting[worker].version == newest)
-        if chosen is None:
+        elif first is None:
+            chosen = min(offers)
+        elif first in offers:
+            chosen = first
+        elif (first in workers and first not in self.waiting) or self.missing(workers, others):
             return None
+        else:
+            chosen = min(offers)
         self.wanted = chosen
         return self.waiting[chosen]
 
@@ -69,21 +77,3 @@ class Starts:
             for worker, each in self.waiting.items()
             if each.version >= -1 and each.load == load and worker in workers
         ]
-
-    def _first_of(
-        self, offers: Sequence[int], workers: Collection[int], others: Collection[int]
-    ) -> int | None:
-        """Return the worker whose first values are taken; None: it has not started yet.
-
-        [Note: first values] Workers may begin with different values, and come to the servers in
-        another order to each. All servers take those of the worker that has declared the table
-        first. Where it is lost before, all wait until everybody has started, and take those of the
-        lowest number. That worker also replaces the values that other servers have of the lost one:
-        nobody has pulled them, since no worker goes on before all servers have begun.
-        """
-        firsts = [each.first for each in self.waiting.values() if each.first is not None]
-        first = firsts[0] if firsts else None
-        if first is None or first in offers:
-            return min(offers) if first is None else first
-        missing = set(workers) - self.waiting.keys()
-        return None if first in missing or missing - set(others) else min(offers)

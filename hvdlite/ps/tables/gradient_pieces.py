@@ -94,11 +94,6 @@ class Assemblies:
         self._of.pop(worker, None)
 
 
-def is_piece(body: Mapping[str, Any]) -> bool:
-    """Return whether a push is a piece, and not the last one."""
-    return PIECE in body and not body.get(LAST)
-
-
 # -- workers
 
 
@@ -110,11 +105,8 @@ class Gone(NamedTuple):
     arrays: Mapping[int, Array]  # Of blocks: memory for all of each, with its pieces in it.
 
 
-class Rest(NamedTuple):
-    """What is left of a push, and what the message says of it besides."""
-
-    body: Mapping[str, Any]
-    payloads: Sequence[Buffer]
+# What the message says besides of what is left of a push, and its payloads.
+Rest = tuple[Mapping[str, Any], Sequence[Buffer]]
 
 
 def rest_of(blocks: Sequence[Block], gone: Gone, payloads: Sequence[Buffer]) -> Rest:
@@ -129,15 +121,7 @@ def rest_of(blocks: Sequence[Block], gone: Gone, payloads: Sequence[Buffer]) -> 
                 places.append([number, at])
                 left.append(payload[at * itemsize : start * itemsize])
             at = stop
-    return Rest({PIECE: places, ATTEMPT: gone.attempt, LAST: True}, left)
-
-
-class _Own(NamedTuple):
-    """A part that is large enough to be sent early."""
-
-    server: int
-    piece: Piece
-    start: int  # Where it begins in its tensor.
+    return {PIECE: places, ATTEMPT: gone.attempt, LAST: True}, left
 
 
 class EarlySender:
@@ -158,7 +142,9 @@ class EarlySender:
         # By server and block: what is pushed of this step, as far as it was sent.
         self._arrays: dict[int, dict[int, Array]] = {}
         self._attempt = int.from_bytes(os.urandom(6), "big")
-        self._parts: dict[int, list[_Own]] = {}  # By the number of the tensor.
+        # Parts that are large enough, by the number of their tensor: server, piece, and where it
+        # begins in the tensor.
+        self._parts: dict[int, list[tuple[int, Piece, int]]] = {}
         self._sent: dict[int, dict[Piece, tuple[int, int, Array]]] = {}  # By server.
         for server, own in enumerate(blocks):
             for number, block in enumerate(own):
@@ -168,7 +154,7 @@ class EarlySender:
                     if size * dtype_of(block.dtype).itemsize >= LEAST_BYTES:
                         piece = Piece(number, at, at + size)
                         found = self._parts.setdefault(part.key - first_key, [])
-                        found.append(_Own(server, piece, part.start))
+                        found.append((server, piece, part.start))
                     at += size
 
     def wants(self, tensor: int) -> bool:
@@ -187,21 +173,17 @@ class EarlySender:
             return
         for server, piece, start in self._parts[tensor]:
             if server in far and piece not in self._sent.get(server, ()):
-                copy = self._array(server, piece.block)[piece.start : piece.stop]
+                arrays, block = self._arrays.setdefault(server, {}), piece.block
+                if (array := arrays.get(block)) is None:
+                    # Another thread may have made it meanwhile, and its pieces lie there already:
+                    # all have to get the same memory, as `setdefault` gives it in one operation.
+                    array = arrays.setdefault(block, self._new(self._blocks[server][block]))
+                copy = array[piece.start : piece.stop]
                 own = gradient[start : start + copy.size]
                 np.copyto(copy, own, casting="unsafe")  # Of another dtype, it is found at the end.
                 self._sent.setdefault(server, {})[piece] = tensor, start, copy
                 body = {PIECE: [[piece.block, piece.start]], ATTEMPT: self._attempt}
                 yield server, body, memoryview(copy.view(np.uint8).data)
-
-    def _array(self, server: int, block: int) -> Array:
-        arrays = self._arrays.setdefault(server, {})
-        found = arrays.get(block)
-        if found is None:
-            # Another thread may have made it meanwhile, and its pieces lie there already: all of
-            # them have to get the same memory, which `setdefault` sees to in one operation.
-            found = arrays.setdefault(block, self._new(self._blocks[server][block]))
-        return found
 
     def end(self, tensors: Sequence[Array]) -> dict[int, Gone]:
         """End the step, whose gradients are `tensors`; without any, the step is skipped.
@@ -215,15 +197,13 @@ class EarlySender:
             return {}
         for pieces in sent.values():
             for tensor, start, copy in pieces.values():
-                if not _same_bits(copy, tensors[tensor][start : start + copy.size]):
+                own = tensors[tensor][start : start + copy.size]
+                bits = f"u{own.itemsize}"  # A NaN is itself then, and 0.0 differs from -0.0.
+                same = own.dtype == copy.dtype and np.array_equal(own.view(bits), copy.view(bits))
+                if not same:
                     self.misses += 1
                     return {}
         self.misses = 0
         return {
             server: Gone(attempt, pieces.keys(), arrays[server]) for server, pieces in sent.items()
         }
-
-
-def _same_bits(one: Array, other: Array) -> bool:
-    bits = f"u{one.itemsize}"  # A NaN is the same as itself then, and 0.0 differs from -0.0.
-    return one.dtype == other.dtype and np.array_equal(one.view(bits), other.view(bits))

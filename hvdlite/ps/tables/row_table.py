@@ -9,7 +9,7 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,18 +19,14 @@ from hvdlite.ps.layouts.blocks import Array, dtype_of
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.row_store import RowShare, RowStore
 from hvdlite.ps.tables.table import Saved, Table
-from hvdlite.ps.tables.updater import Updater, wide_dtype
-
-
-class RowUpdater(Updater, Protocol):
-    """Holds the rows of a table. Its `values` are their ids and themselves, so are gradients."""
-
-    def take(self, ids: NDArray[np.int64]) -> Array:
-        """Return rows, which are made where they were never asked for."""
+from hvdlite.ps.tables.updater import wide_dtype
 
 
 class AddedRows:
-    """Adds what is pushed to the rows."""
+    """An `Updater` of rows, to which it adds what is pushed.
+
+    Its `values` are their ids and themselves, so are gradients.
+    """
 
     def __init__(self, store: RowStore) -> None:
         self.store = store
@@ -43,6 +39,7 @@ class AddedRows:
         return [self.store.ids, self.store.values]
 
     def take(self, ids: NDArray[np.int64]) -> Array:
+        """Return rows, which are made where they were never asked for."""
         places = self.store.places(ids)
         return self.store.values[places]
 
@@ -61,7 +58,7 @@ class AddedRows:
 class RowTable(Table):
     """A table of rows. Each push has at most one row of an id."""
 
-    updater: RowUpdater
+    updater: AddedRows
     # Of sync: the version before this one, the rows that the update has changed, and as they were.
     _before: tuple[int, NDArray[np.int64], Array] | None = None
 

@@ -24,19 +24,12 @@ from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.tables.clocks import SYNC, Clocks
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.first_values import Start, Starts
-from hvdlite.ps.tables.gradient_pieces import PIECE, Assemblies, is_piece
+from hvdlite.ps.tables.gradient_pieces import LAST, PIECE, Assemblies
 from hvdlite.ps.tables.updater import LeavesOut, Updater, add_up, divided
 
 # In the body of a push: a loss scaler has found an overflow, so no update is made; the numbers of
 # tensors without a gradient, which is one of zeros where another worker has one.
 SKIP, ABSENT = "skip", "absent"
-
-
-class _Pushed(NamedTuple):
-    """What a worker has pushed for a step of sync."""
-
-    gradients: list[Array] | None  # Of each block; None: the worker skips the step.
-    absent: set[int]  # The tensors of which it has none.
 
 
 class TableLostError(HorovodInternalError):
@@ -51,13 +44,6 @@ class Saved(NamedTuple):
     version: int
     finished: dict[int, int]
     numbers: list[Mapping[str, Any]]
-
-
-class Pull(NamedTuple):
-    """A pull that waits."""
-
-    peer: bytes
-    message: Message
 
 
 class Table:
@@ -79,9 +65,12 @@ class Table:
         # was sent before.
         self._started: dict[int, bytes] = {}
         self._left: dict[int, tuple[bytes, int]] = {}  # Lost workers: who they were, their clocks.
-        self._pulls: dict[int, Pull] = {}
-        self._pushes: dict[int, dict[int, _Pushed]] = {}  # Of sync, by step and worker.
+        self._pulls: dict[int, tuple[bytes, Message]] = {}  # That wait, by worker.
+        # Of sync, by step and worker: the gradients of each block, or None where the worker skips
+        # the step, and the tensors of which it has none.
+        self._pushes: dict[int, dict[int, tuple[list[Array] | None, set[int]]]] = {}
         self._pieces = Assemblies(self.blocks)
+        # Memory for the sum of each block, the same each time: new pages cost more than the sum.
         self._totals: dict[int, Array] = {}
         self._numbers: list[Mapping[str, Any]] = []
         # Version -> a copy of its values, of the two newest ones. A worker that returns may have to
@@ -172,7 +161,7 @@ class Table:
     def moved(self) -> list[Answer]:
         """Return what workers hear that wait for this table, when other servers keep it."""
         waiting = [(each.peer, each.request) for each in self._starts.waiting.values()]
-        waiting += [(pull.peer, pull.message.request) for pull in self._pulls.values()]
+        waiting += [(peer, message.request) for peer, message in self._pulls.values()]
         return [self._answer(peer, request, "moved") for peer, request in waiting]
 
     def copy(self) -> Saved:
@@ -213,10 +202,16 @@ class Table:
             return self._welcome() + self._go_on()
         others, starts = self.others(), self._starts
         # Who waits may have left meanwhile, or be lost: it needs no values any more.
-        if self._workers.isdisjoint(starts.waiting) or starts.is_awaited(workers):
+        if self._workers.isdisjoint(starts.waiting):
+            return []
+        if starts.wanted in starts.waiting and starts.wanted in workers:  # It knows that.
             return []
         is_lost = (self.reached > 0 or self.load > 0) and not self._restored
-        may_be_newer = self._restored or is_lost or self._lost_steps()
+        may_be_newer = self._restored or is_lost
+        # In sync the last worker to start may have newer values than the others, and all will come
+        # where one has finished steps that this server has forgotten.
+        if self.clocks.mode.name == SYNC:
+            may_be_newer |= any(start.version >= 0 for start in starts.waiting.values())
         # Those that do not go back have nothing newer that counts, and may ask for nothing here
         # before those that do have made their steps again.
         if may_be_newer and not self._goes_back and starts.missing(workers, others):
@@ -236,14 +231,6 @@ class Table:
             "another job, and give --ps-snapshot so that a server that is lost has something to "
             "return to"
         )
-
-    def _lost_steps(self) -> bool:
-        """Return whether workers have finished steps that this server has forgotten.
-
-        In sync the last worker to start may have newer values than the others, and all will come.
-        """
-        sync = self.clocks.mode.name == SYNC
-        return sync and any(start.version >= 0 for start in self._starts.waiting.values())
 
     def offer(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Begin with the values of a worker, unless the table has begun."""
@@ -326,14 +313,14 @@ class Table:
         if not self._has_started(peer, worker):
             return [self._answer(peer, message.request, "restarted")]
         expected = self.clocks.finished[worker]
-        if is_piece(message.body):
+        pieced = PIECE in message.body
+        if pieced and not message.body.get(LAST):
             if message.clock == expected:
                 self._pieces.add(worker, message)
             return [self._answer(peer, message.request, "pushed")]
         gradients = None
         if message.clock >= expected and not message.body.get(SKIP):
-            pieced = PIECE in message.body  # Pieces of it have gone before, which may not be here.
-            gradients = (
+            gradients = (  # Pieces of it that have gone before may not be here.
                 self._pieces.take(worker, message) if pieced else self._gradients_of(message)
             )
             if gradients is None:  # The worker then starts again, and sends all of its push.
@@ -347,8 +334,7 @@ class Table:
                 self._numbers = numbers
             absent = set(message.body.get(ABSENT, ()))
             if self.clocks.mode.name == SYNC:
-                pushed = _Pushed(gradients, absent)
-                self._pushes.setdefault(message.clock, {})[worker] = pushed
+                self._pushes.setdefault(message.clock, {})[worker] = gradients, absent
             else:
                 self._update(gradients and self._scaled(gradients), absent)
             self._record("push", worker, message.clock, stale, _nbytes_of(gradients or ()))
@@ -359,7 +345,7 @@ class Table:
         """Answer with the values when the mode allows it."""
         if not self._has_started(peer, worker):
             return [self._answer(peer, message.request, "restarted")]
-        self._pulls[worker] = Pull(peer, message)
+        self._pulls[worker] = peer, message
         self.records.begin("pull", self.name, f"worker {worker}")
         return self._go_on()
 
@@ -380,9 +366,9 @@ class Table:
             while (workers := self.clocks.complete()) is not None:
                 pushes = self._pushes.pop(self.version)
                 given = [pushes[worker] for worker in workers]
-                gradients = [each.gradients for each in given if each.gradients is not None]
+                gradients = [each for each, _ in given if each is not None]
                 total = self._sum(gradients) if len(gradients) == len(given) else None
-                self._update(total, set.intersection(*(each.absent for each in given)))
+                self._update(total, set.intersection(*(absent for _, absent in given)))
         ready = [
             worker
             for worker, (_, message) in self._pulls.items()
@@ -390,11 +376,20 @@ class Table:
         ]
         answers = []
         for worker in ready:
-            pull = self._pulls.pop(worker)
-            answers.append(self._answer_pull(worker, pull))
+            peer, message = self._pulls.pop(worker)
+            version, values = self._values_for(message)
+            self._given[worker] = version
+            clock = message.clock
+            slowest = min(self.clocks.finished.values(), default=clock)
+            stale = max(0, clock - slowest)
+            self._record("pull", worker, clock, stale, _nbytes_of(values))
+            payloads = [memoryview(array.reshape(-1).view(np.uint8).data) for array in values]
+            words = "values", message.request, self.name, version, self._incarnation
+            body = {"stale": stale, "load": self.load} if self.load else {"stale": stale}
+            answers.append(Answer(peer, Message(*words, body, payloads)))
         return answers
 
-    # -- what is recorded
+    # -- parts
 
     def _record(self, kind: str, worker: int, clock: int, stale: int, nbytes: int) -> None:
         if self.records.enabled:
@@ -403,30 +398,18 @@ class Table:
                 stale=stale, nbytes=nbytes,
             )  # fmt: skip
 
-    def _answer_pull(self, worker: int, pull: Pull) -> Answer:
-        """Return the answer, which says how far the slowest worker is behind."""
-        clock = pull.message.clock
-        version, values = self._values_for(pull.message)
-        self._given[worker] = version
-        stale = max(0, clock - min(self.clocks.finished.values(), default=clock))
-        self._record("pull", worker, clock, stale, _nbytes_of(values))
-        payloads = [memoryview(array.reshape(-1).view(np.uint8).data) for array in values]
-        words = "values", pull.message.request, self.name, version, self._incarnation
-        body = {"stale": stale, "load": self.load} if self.load else {"stale": stale}
-        return Answer(pull.peer, Message(*words, body, payloads))
-
-    # -- parts
-
     def _gradients_of(self, message: Message) -> list[Array]:
         return [block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)]
 
     def _sum(self, given: Sequence[list[Array]]) -> list[Array]:
         """Return the sum in the order of the workers' numbers, or the average."""
-        average = self.described.average
-        return [
-            add_up(summands, average=average, into=self._total_of(number))
-            for number, summands in enumerate(zip(*given, strict=True))
-        ]
+        found = []
+        for number, summands in enumerate(zip(*given, strict=True)):
+            if number not in self._totals:
+                self._totals[number] = self.blocks[number].new()
+            total = self._totals[number]
+            found.append(add_up(summands, average=self.described.average, into=total))
+        return found
 
     def _scaled(self, gradients: list[Array]) -> list[Array]:
         """Return the gradients of one push as an update of async or ssp takes them."""
@@ -435,43 +418,31 @@ class Table:
         workers = len(self.clocks.finished)
         return [divided(gradient, workers) for gradient in gradients]
 
-    def _total_of(self, number: int) -> Array:
-        """Return memory for a sum, the same each time: new pages cost more than the sum."""
-        if number not in self._totals:
-            self._totals[number] = self.blocks[number].new()
-        return self._totals[number]
-
     def _update(self, gradients: list[Array] | None, absent: Collection[int]) -> None:
         if self.clocks.mode.name == SYNC:
             self._keep(gradients)
         self.records.begin("update", self.name)
         if gradients is not None:
             if absent and isinstance(self.updater, LeavesOut):
-                self.updater.leave(self._spans_of(absent))
+                keys = {self.described.first_key + number for number in absent}
+                self.updater.leave(
+                    [
+                        [slice(at, end) for key, _, _, at, end in block.places if key in keys]
+                        for block in self.blocks
+                    ]
+                )
             self.updater.step(gradients, self._numbers)
-            self._tell_of_state()
+            since, self._state_of = self._state_of, None
+            if since is not None and self.updater.state():  # It has one at all.
+                log.warning(
+                    "the table '%s' goes on from version %d with the values of worker %s, as its "
+                    "server was lost; what its optimizer keeps besides, such as momenta, %s. With "
+                    "--ps-snapshot and --ps-snapshot-every 1 it loses nothing",
+                    self.name, self.version, self._of,
+                    f"is that of version {since}" if since else "has begun anew",
+                )  # fmt: skip
         self.clocks.update()
         self.records.end("update", self.name, version=self.version)
-
-    def _spans_of(self, tensors: Collection[int]) -> list[list[slice]]:
-        """Return where tensors lie in each block."""
-        first = self.described.first_key
-        return [
-            [slice(at, end) for key, _, _, at, end in block.places if key - first in tensors]
-            for block in self.blocks
-        ]
-
-    def _tell_of_state(self) -> None:
-        """Say what a server that was lost has cost, where the optimizer has a state at all."""
-        since, self._state_of = self._state_of, None
-        if since is not None and self.updater.state():
-            log.warning(
-                "the table '%s' goes on from version %d with the values of worker %s, as its "
-                "server was lost; what its optimizer keeps besides, such as momenta, %s. With "
-                "--ps-snapshot and --ps-snapshot-every 1 it loses nothing",
-                self.name, self.version, self._of,
-                f"is that of version {since}" if since else "has begun anew",
-            )  # fmt: skip
 
     def _keep(self, _gradients: list[Array] | None) -> None:
         """Keep the values of this version, for a worker that has to make this step again.

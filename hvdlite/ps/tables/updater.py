@@ -48,17 +48,14 @@ def divided(array: Array, count: int) -> Array:
 
 def _add(summands: Sequence[Array], result: Array, count: int) -> None:
     """Set result to the sum, divided by `count` by a product, as floats are."""
-    kernel = _kernel()
+    kernel, dtype = _kernel(), result.dtype
     if len(summands) == 1:
         np.copyto(result, summands[0])
-    elif kernel is not None and result.dtype.name in TYPES:
-        kernel.add(summands, result, _reciprocal(count, result))
-    else:
-        _add_in_numpy(summands, result, count)
-
-
-def _add_in_numpy(summands: Sequence[Array], result: Array, count: int) -> None:
-    dtype = result.dtype
+        return
+    if kernel is not None and dtype.name in TYPES:
+        factor = 1 / count if dtype.itemsize == 8 else float(np.float32(1 / count))
+        kernel.add(summands, result, factor)
+        return
     wide = wide_dtype(dtype)
     total = result if wide == dtype else np.empty(result.size, wide)
     with np.errstate(all="ignore"):
@@ -76,10 +73,6 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which values of a dtype are added up."""
     is_short = dtype.itemsize == 2 and dtype.kind not in "iu"
     return np.dtype(np.float32) if is_short else dtype
-
-
-def _reciprocal(count: int, result: Array) -> float:
-    return 1 / count if result.dtype.itemsize == 8 else float(np.float32(1 / count))
 
 
 @functools.cache

@@ -117,8 +117,8 @@ class Shard:
         self._push = _Request(message, done)
         self.records.begin("push", self.table, self._peer)
         if rest is not None and self._started and self._error is None:
-            words = {**body, **rest.body}
-            self._note("push", message._replace(body=words, payloads=rest.payloads))
+            about, left = rest
+            self._note("push", message._replace(body={**body, **about}, payloads=left))
         else:
             self._send_again("push")
 
