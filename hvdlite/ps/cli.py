@@ -36,18 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = read_settings({**os.environ, **given, "HVDLITE_ROLE": "scheduler"})
         assert settings is not None
         run_scheduler(settings)
-    except ConfigError as error:
-        return _say(error, USAGE_CODE)
-    except HorovodInternalError as error:
-        return _say(error, 1)
+    except (ConfigError, HorovodInternalError) as error:
+        print(f"hvdlite-ps: {error}", file=sys.stderr)
+        return USAGE_CODE if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
-
-
-def _say(error: Exception, code: int) -> int:
-    print(f"hvdlite-ps: {error}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -24,10 +24,6 @@ from hvdlite.ps.tables.updater import Added, Updater
 from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.worker import Worker
 
-NO_COLLECTIVES = (
-    "independent workers have no collectives: they may be lost, and others would wait for them. "
-    "Give hvdlite-run --ps-workers mpi, or push to the servers"
-)
 CHANGED = (
     "{} has changed since the last step, as by {}, and not on the servers, whose weights replace "
     "it: load weights before ps.DistributedOptimizer is made, or by ps.load"
@@ -41,7 +37,6 @@ class Context:
 
     settings: ClusterSettings
     worker: Worker | None
-    is_rank: bool  # A worker that is a rank of a job, too.
 
 
 class _Held:
@@ -68,15 +63,19 @@ def init() -> None:
         run_scheduler(settings)
         sys.exit(0)
     worker = None
-    is_rank = settings.role == WORKER and not settings.independent
     if settings.role == WORKER:
-        if is_rank:
-            lifecycle.init()
+        number = settings.number
+        if settings.independent:
+            this_process.no_rank = (
+                "independent workers have no collectives: they may be lost, and others would wait "
+                "for them. Give hvdlite-run --ps-workers mpi, or push to the servers"
+            )
         else:
-            this_process.no_rank = NO_COLLECTIVES
-        worker = Worker(settings, number=basics.rank() if is_rank else settings.number)
+            lifecycle.init()
+            number = basics.rank()
+        worker = Worker(settings, number=number)
         atexit.register(_leave_at_exit)
-    _Held.context = Context(settings, worker, is_rank)
+    _Held.context = Context(settings, worker)
 
 
 def current() -> Context:

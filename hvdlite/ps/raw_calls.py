@@ -6,8 +6,7 @@ process ends with the job; they are for workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from hvdlite.ps import context
 from hvdlite.ps.connections.client import Plan
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.context import PREFIX, serve
-from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, dtype_of
+from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.clocks import ASYNC
 from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
@@ -50,18 +49,20 @@ class RawTable(RemoteTable):
     def _plan_pull(self) -> Plan:
         # A table that moves has its blocks first, then its shards, then fails the old ones.
         shards = self._shards
-        return [self._pull_of(shard, ()) for shard in shards], partial(self._join, self._blocks)
+        every = self._blocks
 
-    def _join(self, every: Sequence[Sequence[Block]], answers: list[Message]) -> Array:
-        (spec,) = self.specs
-        found = np.empty(spec.size, dtype_of(spec.dtype))
-        for blocks, answer in zip(every, answers, strict=True):
-            for block, data in zip(blocks, answer.payloads, strict=True):
-                is_whole = len(block.parts) == 1 and block.size == spec.size
-                if is_whole and type(data) is bytes:  # See `Block.small_copy`.
-                    return block.view(bytearray(data)).reshape(spec.shape)
-                block.scatter(block.view(data), [found], self._first_key)
-        return found.reshape(spec.shape)
+        def finish(answers: list[Message]) -> Array:
+            (spec,) = self.specs
+            found = np.empty(spec.size, dtype_of(spec.dtype))
+            for blocks, answer in zip(every, answers, strict=True):
+                for block, data in zip(blocks, answer.payloads, strict=True):
+                    is_whole = len(block.parts) == 1 and block.size == spec.size
+                    if is_whole and type(data) is bytes:  # See `Block.small_copy`.
+                        return block.view(bytearray(data)).reshape(spec.shape)
+                    block.scatter(block.view(data), [found], self._first_key)
+            return found.reshape(spec.shape)
+
+        return [self._pull_of(shard, ()) for shard in shards], finish
 
     def refresh(self) -> None:
         """See `TableShards`. Should a server be lost, what was pulled last is offered to it."""

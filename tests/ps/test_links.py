@@ -80,7 +80,7 @@ def test_a_name_that_nobody_has_begun_is_named(
 ) -> None:
     cluster = new_cluster(1, 1)
     worker = cluster.worker("worker 0")
-    held = context.Context(cluster.settings, worker, is_rank=False)
+    held = context.Context(cluster.settings, worker)
     monkeypatch.setattr(context._Held, "context", held)
     with pytest.raises(HorovodInternalError, match="no worker has begun 'weights': push it"):
         ps.pull("weights")

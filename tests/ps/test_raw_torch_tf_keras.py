@@ -41,7 +41,7 @@ def test_tensors_and_rows_are_pushed_and_pulled(
 ) -> None:
     ps, tensor, kind = FRAMEWORKS[name]
     cluster = new_cluster(2, 1, updater_of=raw_updater)
-    held = context.Context(cluster.settings, cluster.worker("worker 0"), is_rank=False)
+    held = context.Context(cluster.settings, cluster.worker("worker 0"))
     monkeypatch.setattr(context._Held, "context", held)
 
     def pulled(found: Any) -> Any:

@@ -85,10 +85,7 @@ class Enrolment:
         if self._failure:
             done(Message("failed", body={"why": self._failure}))
         else:
-            self._send(message, done)
-
-    def _send(self, message: Message, done: Callable[[Message], None]) -> None:
-        self._done[self.connection.send(message)] = done
+            self._done[self.connection.send(message)] = done
 
     def fail_requests(self, why: str) -> None:
         """Let all that waits for the scheduler end, or will: it is not answered any more.
@@ -121,7 +118,8 @@ class Enrolment:
             else:
                 done(answer)
 
-        self._send(message, answered)  # Also after a failure, of which the scheduler may know.
+        # Also after a failure, of which the scheduler may know.
+        self._done[self.connection.send(message)] = answered
 
     def _say_hello(self) -> None:
         self.connection.send(Message("hello", body=self._hello))

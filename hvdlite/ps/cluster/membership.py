@@ -41,10 +41,6 @@ class ClusterPlan:
             return self.num_servers
         return max(self.num_workers, self.most_workers if self.independent else 0)
 
-    def needed(self, role: str) -> int:
-        """Return how many processes of a role must come before any is welcome."""
-        return self.num_servers if role == SERVER else self.num_workers
-
 
 @dataclass(frozen=True)
 class Hello:
@@ -177,9 +173,9 @@ class Membership:
     def missing(self) -> list[str]:
         """Return who has to come before any process is welcome, as words."""
         words = []
-        for role in ROLES:
+        for role, needed in (SERVER, self.plan.num_servers), (WORKER, self.plan.num_workers):
             taken = {number for kind, number in self.members if kind == role}
-            absent = [str(n) for n in range(self.plan.needed(role)) if n not in taken]
+            absent = [str(n) for n in range(needed) if n not in taken]
             if absent:
                 words.append(f"{role}{'s' * (len(absent) > 1)} {', '.join(absent)}")
         return words

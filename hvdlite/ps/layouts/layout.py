@@ -87,29 +87,22 @@ def place(
     cuts = [
         (key, start, stop)
         for key, (size, itemsize) in enumerate(zip(sizes, itemsizes, strict=True), first)
-        for start, stop in cut(size, _elements(size, itemsize, part_bytes))
+        for start, stop in cut(size, max(1, size if part_bytes is None else part_bytes // itemsize))
     ]
     every = (*old.itemsizes, *itemsizes)
-    cuts.sort(key=lambda range_: (-(range_[2] - range_[1]) * every[range_[0]], range_))
-    placed = _fill(cuts, every, old.loads(), range(num_servers))
+    placed = _fill(cuts, every, old.loads())
     return Layout(tuple(sorted((*old.parts, *placed))), every, num_servers)
 
 
-def _elements(size: int, itemsize: int, part_bytes: int | None) -> int:
-    return max(1, size if part_bytes is None else part_bytes // itemsize)
-
-
 def _fill(
-    cuts: Iterable[tuple[int, int, int]],
-    itemsizes: Sequence[int],
-    loads: Sequence[int],
-    servers: Iterable[int],
+    cuts: Iterable[tuple[int, int, int]], itemsizes: Sequence[int], loads: Sequence[int]
 ) -> list[Part]:
-    """Place ranges one by one on the server that has the fewest bytes, the lowest number first."""
-    heap = [(loads[server], server) for server in servers]
+    """Place ranges in falling size on the server with the fewest bytes, the lowest number first."""
+    heap = [(load, server) for server, load in enumerate(loads)]
     heapq.heapify(heap)
     placed = []
-    for key, start, stop in cuts:
+    falling = sorted(cuts, key=lambda each: (-(each[2] - each[1]) * itemsizes[each[0]], each))
+    for key, start, stop in falling:
         load, server = heap[0]
         placed.append(Part(key, start, stop, server))
         heapq.heapreplace(heap, (load + (stop - start) * itemsizes[key], server))
@@ -131,10 +124,7 @@ def rebalance(layout: Layout, num_servers: int) -> Layout:
         else:
             homeless.append((part.key, part.start, part.stop))
     loads = [sum(size for size, _ in parts) for parts in kept]
-    homeless.sort(
-        key=lambda range_: (-(range_[2] - range_[1]) * layout.itemsizes[range_[0]], range_)
-    )
-    for part in _fill(homeless, layout.itemsizes, loads, range(num_servers)):
+    for part in _fill(homeless, layout.itemsizes, loads):
         size = layout.bytes_of(part)
         kept[part.server].append((size, part))
         loads[part.server] += size
