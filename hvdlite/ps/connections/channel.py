@@ -11,11 +11,12 @@ name; who proves it on another connection takes the place of its predecessor, wh
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,7 +40,7 @@ from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Claim, Party
 from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections.encryption import Encryption
-from hvdlite.ps.connections.memory_exchange import Sharing, new_name, swap
+from hvdlite.ps.connections.memory_exchange import Sharing, swap
 from hvdlite.ps.connections.messages import (
     FRAME_BYTES,
     MOST_HEAD_BYTES,
@@ -47,6 +48,7 @@ from hvdlite.ps.connections.messages import (
     Message,
     check_arrays,
     head_of,
+    ignore,
     pack,
     parse,
     with_arrays,
@@ -72,10 +74,6 @@ def _memory(messages: Sequence[Message], sizes: list[int]) -> Sequence[memoryvie
         return [memoryview(np.empty(size, np.uint8)) for size in sizes]  # type: ignore[arg-type]
     except (MemoryError, ValueError) as error:
         raise ProtocolError(f"it sent arrays of {sum(sizes)} bytes: {error}") from None
-
-
-def _role_of(role: str) -> str:
-    return f"ps {role}"
 
 
 def _whole(
@@ -156,7 +154,7 @@ class Listener:
         self.memory: SharedMemory | None = None
         self._loop = Loop()
         self._liveness = Liveness(self._loop, DEAD_SECONDS)
-        self._party = Party(token, _role_of(role), MEMBER)
+        self._party = Party(token, f"ps {role}", MEMBER)
         self._arrays = _memory if carries else no_memory
         self._peers: dict[bytes, _Peer] = {}
         self._begins: dict[bytes, Callable[[], None]] = {}  # Ends what has not come to messages.
@@ -180,7 +178,7 @@ class Listener:
             memory = SharedMemory()
         except OSError:
             return
-        name = new_name()
+        name = f"hvdlite-ps-{os.urandom(16).hex()}"  # It leaves no file.
         near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         near.bind(f"\0{name}")
         near.listen(BACKLOG)
@@ -193,7 +191,7 @@ class Listener:
     def _let_in(self, claim: Claim, connection: socket.socket) -> None:
         self._liveness.prepare(connection)
         name = claim.body
-        self._begins.pop(name, _nothing)()
+        self._begins.pop(name, ignore)()
         if connection.family == socket.AF_UNIX and self.memory is not None:
             encrypt = partial(self._encrypt, name, connection)
             self._begins[name] = swap(self._loop, connection, self.memory, encrypt)
@@ -301,14 +299,6 @@ class Listener:
             self.memory.close()
 
 
-def _ignore(_: Any) -> None:
-    """Take no note of it."""
-
-
-def _nothing() -> None:
-    """Leave it at that."""
-
-
 class Caller:
     """The connecting end, with the name `name`, in a thread that runs `loop`.
 
@@ -322,22 +312,22 @@ class Caller:
     def __init__(
         self, loop: Loop, address: str, role: str, name: bytes, token: bytes = b"",
         *, encryption: Encryption | None = None, memory: SharedMemory | None = None,
-        far: str = "", refused: Callable[[Exception], None] = _ignore,
+        far: str = "", refused: Callable[[Exception], None] = ignore,
     ) -> None:  # fmt: skip
         self.address, self._far = address, far
         self.sharing: Sharing | None = None  # With the process at the address.
         self.trouble = ""  # Why the last dial has failed.
-        self.received: Callable[[Message], None] = _ignore
-        self.connected: Callable[[], None] = _nothing
+        self.received: Callable[[Message], None] = ignore
+        self.connected: Callable[[], None] = ignore
         self.refused = refused
         self._loop, self._name = loop, name
         self._encryption, self._memory = encryption, memory
-        self._party = Party(token, MEMBER, _role_of(role))
+        self._party = Party(token, MEMBER, f"ps {role}")
         self._liveness = Liveness(loop, DEAD_SECONDS)
         self._pause = FIRST_PAUSE_SECONDS
         self._began = 0.0  # When the other end had proved itself last.
         self._attempt: Dial | None = None
-        self._give_up: Callable[[], None] = _nothing  # What follows the proofs.
+        self._give_up: Callable[[], None] = ignore  # What follows the proofs.
         self._outbox: _Outbox | None = None  # Of the link, where there is one.
         self._closed = False
         loop.post(self._dial)
@@ -386,16 +376,14 @@ class Caller:
             self._share(sharing)
             self._encrypt(connection)
 
-        self._give_up = swap(self._loop, connection, self._memory, share, self._go_far)
+        def go_far(why: str) -> None:
+            # It would hardly come next time, as where one of both ends has no descriptor left: from
+            # now on messages go with all their bytes.
+            log.info("memory is not shared with the process at %s: %s", self._far, why)
+            self.address, self._memory = self._far, None
+            self._lose(why)
 
-    def _go_far(self, why: str) -> None:
-        """Let messages go with all their bytes from now on: the memory of the other end is out.
-
-        It would hardly come next time, as where one of both ends has no descriptor left.
-        """
-        log.info("memory is not shared with the process at %s: %s", self._far, why)
-        self.address, self._memory = self._far, None
-        self._lose(why)
+        self._give_up = swap(self._loop, connection, self._memory, share, go_far)
 
     def _encrypt(self, connection: socket.socket) -> None:
         if self._encryption is None:

@@ -22,7 +22,7 @@ from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.encryption import Encryption
 from hvdlite.ps.connections.memory_exchange import is_here
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import Message, ignore
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.connections.shared_memory import SharedMemory
 from hvdlite.ps.layouts.blocks import Array
@@ -50,14 +50,6 @@ def name_of(role: str, words: str) -> bytes:
     return f"{role} {words[:MOST_WORDS]} {process} {system.random_bytes(16).hex()}".encode()
 
 
-def _nothing(*_: object) -> None:
-    """Leave it at that."""
-
-
-def _only(results: list[Any]) -> Any:
-    return results[0]
-
-
 class Client:
     """A thread with connections. What is given to `call` runs in it.
 
@@ -81,7 +73,7 @@ class Client:
         self._closed = False
         self.pending: set[Handle] = set()  # Of `ask`. Only the thread changes it.
         self.failure: Exception | None = None  # What has ended the work of the thread.
-        self.on_failure: Callable[[Exception], object] = lambda _error: None
+        self.on_failure: Callable[[Exception], object] = ignore
         self.records = OFF  # Of the pushes and pulls that this thread makes.
         self.memory: SharedMemory | None = None
         with contextlib.suppress(OSError):
@@ -90,7 +82,7 @@ class Client:
         self._thread.start()
 
     def connect(
-        self, address: str, role: str, refused: Callable[[Exception], None] = lambda _error: None
+        self, address: str, role: str, refused: Callable[[Exception], None] = ignore
     ) -> Connection:
         """Return a new connection with a process of this role, and call `refused` where it says no.
 
@@ -127,11 +119,11 @@ class Client:
 
         What has no result when the client is closed, or is asked later, fails.
         """
-        return self.ask_all([function], _only)
+        return self.ask_all([function], lambda results: results[0])
 
     def ask_all(
-        self, functions: Sequence[_Ask], finish: Callable[[list[Any]], Any] = _nothing,
-        again: Callable[[Exception], Plan | None] = _nothing,
+        self, functions: Sequence[_Ask], finish: Callable[[list[Any]], Any] = ignore,
+        again: Callable[[Exception], Plan | None] = ignore,
     ) -> Handle:  # fmt: skip
         """Do as `ask` for each function; nothing else happens in the thread between them.
 
@@ -142,7 +134,7 @@ class Client:
         self.call(asked.begin, asked.refuse)
         return asked.handle
 
-    def call(self, function: _Call, otherwise: _Call = _nothing) -> None:
+    def call(self, function: _Call, otherwise: _Call = ignore) -> None:
         """Run a function in the thread soon, or `otherwise` where the client is closed before.
 
         Neither may wait or raise.
@@ -187,7 +179,14 @@ class Client:
             try:
                 self._look()
             except Exception as error:
-                self._fail(error)
+                # Nobody could answer what waits any more. The thread goes on, so that this process
+                # can still leave its cluster.
+                log.error("the parameter server's client has failed", exc_info=error)
+                failure = HorovodInternalError(
+                    f"the thread of this process that talks with servers has failed: {error!r}"
+                )
+                failure.__cause__ = error
+                self._end_all(failure)
         with self._lock:
             self._ended = True
         self._refuse_calls()
@@ -224,18 +223,6 @@ class Client:
         works = self._hurried or self._loop.run_once(min(seconds, GATHER_SECONDS))
         self._gathers = False
         return works or bool(self._calls)
-
-    def _fail(self, error: Exception) -> None:
-        """Let all that waits end with an error, which nobody could answer any more.
-
-        The thread goes on, so that this process can still leave its cluster.
-        """
-        log.error("the parameter server's client has failed", exc_info=error)
-        failure = HorovodInternalError(
-            f"the thread of this process that talks with servers has failed: {error!r}"
-        )
-        failure.__cause__ = error
-        self._end_all(failure)
 
     def _end_all(self, failure: Exception) -> None:
         """Let all that waits, and all that comes, fail with the first of such errors."""

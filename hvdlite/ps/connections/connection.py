@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdlite.ps.connections.channel import Caller
-from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.messages import Message, ignore
 
 SLOW_BYTES_PER_SECOND = 10e6  # On a slower network large messages may be sent twice.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 3.0
@@ -31,8 +31,8 @@ class Connection:
     def __init__(self, caller: Caller, now: Callable[[], float]) -> None:
         self.caller = caller
         caller.received, caller.connected = self.take, self.send_again
-        self.receive: Callable[[Message], None] = _ignore  # Gets each answer once.
-        self.news: Callable[[Message], None] = _ignore  # Gets what answers no request.
+        self.receive: Callable[[Message], None] = ignore  # Gets each answer once.
+        self.news: Callable[[Message], None] = ignore  # Gets what answers no request.
         self.heard = now()  # When the last message came.
         self.resent = 0
         self._now = now
@@ -46,9 +46,9 @@ class Connection:
     def send(self, message: Message) -> int:
         """Send a request until it is answered; return its id."""
         self._number += 1
-        message = message.numbered(self._number)
+        message = Message(message.kind, self._number, *message[2:])
         # What is large is on its way for long, and sending it again would only delay it.
-        nbytes = under_way = _nbytes_of(message)
+        nbytes = under_way = message.nbytes
         if self.caller.sharing is None:  # An answer comes behind all that is under way.
             nbytes += self._answer_bytes.get((message.kind, message.table), 0)
             nbytes += self._unanswered_bytes
@@ -71,7 +71,7 @@ class Connection:
         elif (sent := self._sent.pop(message.request, None)) is not None:
             self._unanswered_bytes -= sent.nbytes
             request = sent.message.kind, sent.message.table
-            self._answer_bytes[request] = _nbytes_of(message)
+            self._answer_bytes[request] = message.nbytes
             self.receive(message)
 
     def send_again(self) -> None:
@@ -100,11 +100,3 @@ class Connection:
         first = min((sent.again_at for sent in self._sent.values()), default=math.inf)
         self._look_at = max(first, now + LOOK_SECONDS)
         return min(self._look_at, now + LONGEST_SLEEP_SECONDS)
-
-
-def _nbytes_of(message: Message) -> int:
-    return sum(map(len, message.payloads))
-
-
-def _ignore(_message: Message) -> None:
-    """Take no note of a message."""

@@ -67,7 +67,12 @@ class Sharing:
         if lent:
             self._sent = number = self._sent + 1
             self._lent[number] = lent
-        note = [number, self._seen, self._held_here(), places]
+        while self._released:
+            released = self._released.popleft()
+            self._held[released] -= 1
+            if not self._held[released]:
+                del self._held[released]
+        note = [number, self._seen, list(self._held), places]
         return message._replace(body={**message.body, NOTE: note}, payloads=frames)
 
     def unpack(self, message: Message) -> Message:
@@ -107,19 +112,6 @@ class Sharing:
         self._held[number] = self._held.get(number, 0) + 1
         weakref.finalize(root, self._released.append, number).atexit = False
         return root.data
-
-    def _held_here(self) -> list[int]:
-        while self._released:
-            number = self._released.popleft()
-            self._held[number] -= 1
-            if not self._held[number]:
-                del self._held[number]
-        return list(self._held)
-
-
-def new_name() -> str:
-    """Return a name of a Unix socket that leaves no file, and that no other process has."""
-    return f"hvdlite-ps-{os.urandom(16).hex()}"
 
 
 def is_here(name: str) -> bool:

@@ -84,9 +84,10 @@ class Message(NamedTuple):
         """The version of the layout in which the sender is, in a request."""
         return self.incarnation
 
-    def numbered(self, request: int) -> Message:
-        """Return the message as the request with this id."""
-        return Message(self.kind, request, *self[2:])
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all payloads."""
+        return sum(map(len, self.payloads))
 
 
 class Answer(NamedTuple):
@@ -94,6 +95,15 @@ class Answer(NamedTuple):
 
     peer: bytes
     message: Message
+
+
+def answer_to(peer: bytes, request: Message, kind: str, **body: Any) -> Answer:
+    """Return the answer of a kind to a request that a peer has sent."""
+    return Answer(peer, Message(kind, request.request, request.table, body=body))
+
+
+def ignore(*_: object) -> None:
+    """Take no note of a message, or of what has become of a request."""
 
 
 @lru_cache(1024)
