@@ -28,9 +28,7 @@ class Counted(dict[str, Any]):
 
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_a_server_looks_at_a_table_when_something_happens_to_it(wanted: int) -> None:
-    server = SimpleNamespace(
-        tables=Counted(), fresh=set(), touched=set(), layout=1, set_handler=Mock()
-    )
+    server = SimpleNamespace(tables=Counted(), fresh=set(), touched=set(), layout=1, handlers={})
     client, many = Mock(), 300
     migration = Migration(server, 0, client, Mock())  # type: ignore[arg-type]
     news: dict[str, Any] = {"layout": 1, "change": None, "wanted": wanted, "layout_servers": 1}

@@ -221,7 +221,7 @@ class Changes:
         """Let the next layout count, if that can be written down."""
         registry = self._registry
         before = registry.layout, registry.version
-        registry.change_to(change.layout)
+        registry.layout, registry.version = change.layout, registry.version + 1
         if not self._keep():  # It counts only when a scheduler that comes again knows of it.
             registry.layout, registry.version = before
             return

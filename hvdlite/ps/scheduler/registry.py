@@ -120,11 +120,6 @@ class Registry:
         tables = self._tables.items()
         return next((name for name, table in tables if table.options.part_bytes is None), "")
 
-    def change_to(self, layout: Layout) -> None:
-        """Let another layout count from now on."""
-        self.layout = layout
-        self.version += 1
-
     def _compare(
         self, worker: int, name: str, known: _Table, specs: Sequence[TensorSpec],
         options: TableOptions,

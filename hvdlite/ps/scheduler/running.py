@@ -44,7 +44,7 @@ def run_scheduler(settings: ClusterSettings) -> None:
 
     try:
         scheduler.serve(ended)
-        scheduler.forget()
+        scheduler.file.forget()
     finally:
         listener.close()
     if failed_since is not None:

@@ -14,7 +14,7 @@ from hvdlite.common.settings.logs import log
 from hvdlite.ps.cluster.membership import ClusterPlan, Hello, Member, Membership
 from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Listener
-from hvdlite.ps.connections.messages import SERVER, WORKER, Answer, Message, role_of
+from hvdlite.ps.connections.messages import SERVER, WORKER, Answer, Message, answer_to, role_of
 from hvdlite.ps.layouts.blocks import specs_of_words
 from hvdlite.ps.scheduler.barrier import Barrier
 from hvdlite.ps.scheduler.changes import REMEDY, Changes, Obstacle, Standing
@@ -41,7 +41,7 @@ class Scheduler:
         self.now = listener.awake_seconds  # Nobody is silent while this process stands still.
         self.membership = Membership(plan, self.now())
         self.registry = Registry(plan.num_servers)
-        self._file = StateFile(state_file, self._state)
+        self.file = StateFile(state_file, self._state)
         self._declared: list[list[Any]] = []  # To be written before it is answered.
         self.barrier = Barrier()
         self._news: dict[str, Any] = {}  # That all members were told last.
@@ -57,9 +57,10 @@ class Scheduler:
         # By which servers know whose snapshots they find.
         self._job = system.random_bytes(8).hex()
         self._number = 0  # The last one of a turn or a change; see `_next_number`.
-        if (found := self._file.read()) is not None:
-            self._load(found.state)
-            for worker, name, specs, options in found.additions:
+        if (found := self.file.read()) is not None:
+            state, additions = found
+            self._load(state)
+            for worker, name, specs, options in additions:
                 self.registry.declare(worker, name, specs_of_words(specs), TableOptions(*options))
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -77,10 +78,11 @@ class Scheduler:
         while not ended():
             answers = self._answers() + self._go_on_with_turns()
             self.changes.look(self.now(), somebody_loads=bool(self.turns.load))
-            if self._file.unkept:
+            if self.file.unkept:
                 self._keep()
-            self._keep_declared()
-            if self._file.unkept:  # Nobody hears what would be forgotten; all ask again.
+            declared, self._declared = self._declared, []
+            self.file.add(declared)  # Before anybody hears of them.
+            if self.file.unkept:  # Nobody hears what would be forgotten; all ask again.
                 continue
             for answer in [*answers, *self._tell()]:
                 self.listener.send(*answer)
@@ -106,10 +108,10 @@ class Scheduler:
         if role is not None:
             member = self.membership.member_of(peer)
             if member is None:  # It has to say hello first.
-                return [_answer(peer, message, "restarted")]
+                return [answer_to(peer, message, "restarted")]
             if member.role != role:
                 why = f"only a {role} asks for {message.kind}, and this is a {member.role}"
-                return [_answer(peer, message, "failed", why=why)]
+                return [answer_to(peer, message, "failed", why=why)]
             if not self.membership.formed:
                 return []  # See `_tell`. It asks again.
         try:
@@ -117,7 +119,9 @@ class Scheduler:
         except HorovodInternalError:
             raise
         except Exception as error:  # A message must not end the scheduler, whatever is in it.
-            return [_answer(peer, message, "failed", why=_words(error))]
+            is_ours = type(error) is ValueError
+            why = str(error) if is_ours else f"the request cannot be understood: {error!r}"
+            return [answer_to(peer, message, "failed", why=why)]
 
     def _tell(self) -> list[Answer]:
         """Return what all members have to hear at once, where something has changed.
@@ -160,33 +164,33 @@ class Scheduler:
         if change is not None and clocks.keys() >= self.registry.tables_of(member.number):
             change.report(member.number, clocks)
         self.turns.report(message.body["change"], member.number, clocks)
-        return [_answer(peer, message, "done")]
+        return [answer_to(peer, message, "done")]
 
     def _stand(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self._member(peer), self.changes.of(message.body["change"])
         if change is not None:
             tables = {name: (n, dict(steps)) for name, n, steps in message.body["tables"]}
             change.stand(member.number, tables)
-        return [_answer(peer, message, "done")]
+        return [answer_to(peer, message, "done")]
 
     def _plan(self, peer: bytes, message: Message) -> list[Answer]:
         change = self.changes.of(message.body["change"])
         if change is None:
-            return [_answer(peer, message, "failed", why="the change was given up")]
+            return [answer_to(peer, message, "failed", why="the change was given up")]
         parts, servers = change.layout.parts, change.layout.num_servers
         about = {"parts": parts, "servers": servers, "tables": [*change.modes]}
-        return [_answer(peer, message, "plan", **about, loaded=self.turns.loaded)]
+        return [answer_to(peer, message, "plan", **about, loaded=self.turns.loaded)]
 
     def _ready(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self._member(peer), self.changes.of(message.body["change"])
         if change is not None:
             change.ready.add(member.number)
-        return [_answer(peer, message, "done")]
+        return [answer_to(peer, message, "done")]
 
     def _scale(self, peer: bytes, message: Message) -> list[Answer]:
         self.changes.want(message.body["servers"])
         self._keep()
-        return [_answer(peer, message, "done")]
+        return [answer_to(peer, message, "done")]
 
     # -- checkpoints
 
@@ -202,7 +206,7 @@ class Scheduler:
             load = {**load, "steps": dict(load["steps"]), "clocks": dict(load["clocks"])}
         is_over = self.turns.end(message.body["turn"], load)
         self._keep()
-        return [_answer(peer, message, "done", over=is_over)]
+        return [answer_to(peer, message, "done", over=is_over)]
 
     def _go_on_with_turns(self) -> list[Answer]:
         if self.turns.is_idle:  # As for most messages, of which each would ask for all members.
@@ -271,31 +275,31 @@ class Scheduler:
 
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
         if not self.membership.beat(peer, self.now()):
-            return [_answer(peer, message, "restarted")]
+            return [answer_to(peer, message, "restarted")]
         tables = message.body["tables"]
         layout, load = message.body["layout"], int(message.body.get("load", 0))
         self.changes.standings[peer] = Standing(layout, tables.keys(), load)
         if [name for name, version in tables.items() if self.registry.reach(name, version)]:
             self._keep()  # Their first values must not come again.
         news = self._describe() if self.membership.formed else {}  # See `_tell`.
-        return [_answer(peer, message, "beat", **news)]
+        return [answer_to(peer, message, "beat", **news)]
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:
         member = self.membership.member_of(peer)
         if not self.membership.leave(peer):
-            return [_answer(peer, message, "restarted")]
+            return [answer_to(peer, message, "restarted")]
         if member is not None:
             if member.role == WORKER:
                 self.registry.forget(member.number)
             if why := message.body.get("why"):
                 self.membership.fail(f"{member.role} {member.number} has ended: {why}")
             self._keep()
-        return [_answer(peer, message, "done"), *self._open_barrier()]
+        return [answer_to(peer, message, "done"), *self._open_barrier()]
 
     def _declare(self, peer: bytes, message: Message) -> list[Answer]:
         member = self._member(peer)
         if "specs" not in message.body:
-            return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
+            return [answer_to(peer, message, "layout", **self.registry.describe(message.table))]
         is_new = not self.registry.takes_part(member.number, message.table)
         if self.changes.current is not None and is_new:
             return []  # It is asked for again when the next layout counts.
@@ -308,12 +312,12 @@ class Scheduler:
             "layout": self.registry.version, "servers": self.registry.layout.num_servers,
             "first": self.registry.first_of(message.table),
         }  # fmt: skip
-        return [_answer(peer, message, "layout", first_key=first_key, parts=parts, **about)]
+        return [answer_to(peer, message, "layout", first_key=first_key, parts=parts, **about)]
 
     def _meet(self, peer: bytes, message: Message) -> list[Answer]:
         member = self._member(peer)
         count = int(message.body["count"])
-        answer = _answer(peer, message, "done", count=count)
+        answer = answer_to(peer, message, "done", count=count)
         if self.barrier.has_passed(member.number, peer, count):  # Its answer was lost.
             return [answer]
         self.barrier.waiting[member.number] = answer
@@ -331,13 +335,8 @@ class Scheduler:
     def _keep(self) -> bool:
         """Write down what must be known again; return whether it is on disk."""
         self._declared.clear()  # They are a part of it.
-        self._file.write()
-        return not self._file.unkept
-
-    def _keep_declared(self) -> None:
-        """Write down the tables that were declared since, before anybody hears of them."""
-        declared, self._declared = self._declared, []
-        self._file.add(declared)
+        self.file.write()
+        return not self.file.unkept
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -345,18 +344,3 @@ class Scheduler:
             "wanted": self.changes.wanted, "job": self._job, "met": self.barrier.state(),
             "turns": self.turns.state(), "number": self._number,
         }  # fmt: skip
-
-    def forget(self) -> None:
-        """Remove the file of a job that has come to its end."""
-        self._file.forget()
-
-
-def _words(error: Exception) -> str:
-    """Return what an error says to users: its own words, where it is one of ours."""
-    if isinstance(error, ValueError) and type(error) is ValueError:
-        return str(error)
-    return f"the request cannot be understood: {error!r}"
-
-
-def _answer(peer: bytes, message: Message, kind: str, **body: Any) -> Answer:
-    return Answer(peer, Message(kind, message.request, message.table, body=body))

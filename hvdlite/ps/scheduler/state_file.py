@@ -10,17 +10,10 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections import system
-
-
-class Found(NamedTuple):
-    """What a predecessor has written down."""
-
-    state: Mapping[str, Any]
-    additions: Sequence[Any]
 
 
 class StateFile:
@@ -37,8 +30,8 @@ class StateFile:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
-    def read(self) -> Found | None:
-        """Return what is there, if there is a file.
+    def read(self) -> tuple[Mapping[str, Any], Sequence[Any]] | None:
+        """Return the state and the additions, if there is a file.
 
         Whoever was killed while it added a line leaves half of it. Nobody has heard of that.
         """
@@ -49,7 +42,7 @@ class StateFile:
         for last in lines[-2:-1]:
             with contextlib.suppress(ValueError):
                 added.append(json.loads(last))
-        return Found(json.loads(first), [each for line in added for each in line])
+        return json.loads(first), [each for line in added for each in line]
 
     def write(self) -> None:
         """Write the state; a file that is half written is never seen."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from hvdlite.checkpoint import manifest
 from hvdlite.checkpoint.manifest import MANIFEST, Folder, Manifest
-from hvdlite.ps.connections.messages import Answer, Message
+from hvdlite.ps.connections.messages import Answer, Message, answer_to
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.server import saved_files
 from hvdlite.ps.server.server import Server
@@ -29,20 +29,14 @@ from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.saved import SavedTable, join
 from hvdlite.ps.tables.table import TableLostError
 
-# What a worker raises again by its name; see `remote_error`.
+# What a worker raises again by its name.
 ERRORS: tuple[type[Exception], ...] = (
     FileNotFoundError, PermissionError, OSError, KeyError, ValueError,
 )  # fmt: skip
 VALUE, FORM = "parameter_server", 2  # The value of layout.json that is ours, and its form.
 
-_ANSWERS = {"save": "saved", "load": "loaded"}
-
 Body = Mapping[str, Any]
-
-
-class _Read(NamedTuple):
-    values: list[Array]
-    state: dict[str, Array]
+Read = tuple[list[Array], dict[str, Array]]  # The values and the state of a table.
 
 
 class ServerCheckpoints:
@@ -55,36 +49,36 @@ class ServerCheckpoints:
         self._attempt: tuple[int, ...] = ()
         self._done: dict[str, dict[str, Any]] = {}  # The phases of the attempt.
         self._to_write: list[SavedTable] = []
-        self._was_read: dict[str, _Read] = {}  # By tables.
+        self._was_read: dict[str, Read] = {}  # By tables.
         self._phases: dict[str, Callable[[Body], dict[str, Any] | None]] = {
             "begin": self._begin, "write": self._write, "commit": self._commit,
             "discard": self._discard, "read": self._read, "apply": self._apply,
         }  # fmt: skip
-        server.set_handler("save", self._answer)
-        server.set_handler("load", self._answer)
+        server.handlers["save"] = server.handlers["load"] = self._answer
         server.make_load = self._make_decided
 
     def _answer(self, peer: bytes, message: Message) -> list[Answer]:
         body = message.body
         attempt, phase = tuple(body["attempt"]), body["phase"]
         if attempt < self._attempt:
-            return [_say(peer, message, "overtaken")]
+            return [answer_to(peer, message, "overtaken")]
         if attempt > self._attempt:
             self._attempt, self._done = attempt, {}
             self._to_write, self._was_read = [], {}
         if phase not in self._done:
             if phase in ("write", "commit") and not self._done:
-                return [_say(peer, message, "restarted")]  # What came before is lost.
+                return [answer_to(peer, message, "restarted")]  # What came before is lost.
             try:
                 found = self._phases[phase](body)
             except ERRORS as error:
                 kind = next(each for each in ERRORS if isinstance(error, each)).__name__
                 why = str(error.args[0] if isinstance(error, KeyError) else error)
-                return [_say(peer, message, "failed", why=why, error=kind)]
+                return [answer_to(peer, message, "failed", why=why, error=kind)]
             if found is None:
                 return []  # It is asked again.
             self._done[phase] = found
-        return [_say(peer, message, _ANSWERS[message.kind], **self._done[phase])]
+        kind = "saved" if message.kind == "save" else "loaded"
+        return [answer_to(peer, message, kind, **self._done[phase])]
 
     # -- save
 
@@ -162,7 +156,7 @@ class ServerCheckpoints:
 
     def _read_tables(
         self, directory: str, names: Sequence[str], servers: int
-    ) -> tuple[dict[str, _Read], dict[str, int]]:
+    ) -> tuple[dict[str, Read], dict[str, int]]:
         """Return what this server has to have of tables, and the steps that they have finished."""
         path = Folder(directory).existing()
         about = manifest.read(path / MANIFEST).values.get(VALUE)
@@ -181,7 +175,7 @@ class ServerCheckpoints:
 
     def _read_table(
         self, path: Path, about: Mapping[str, Any], described: TableDescription, servers: int
-    ) -> _Read:
+    ) -> Read:
         """Return what this server has to have of a table, whoever has saved it.
 
         All files are compared with their checksums, each by one of the servers.
@@ -197,7 +191,7 @@ class ServerCheckpoints:
             verify = server % servers == self._number
             sources.append(saved_files.read(file, verify=verify))
             _check(sources[-1].described, described)
-        return _Read(*join(described, sources, is_whole=saved[name]["whole"]))
+        return join(described, sources, is_whole=saved[name]["whole"])
 
     def look(self, news: Mapping[str, Any]) -> None:
         """Make the load that counts, as the scheduler's latest news say."""
@@ -267,12 +261,3 @@ def _check(saved: TableDescription, own: TableDescription) -> None:
             f"table {name!r} has rows {rows} (count, length, dtype, seed, initializer, scale, row "
             f"of zeros) here, and {there_rows} in the checkpoint"
         )
-
-
-def remote_error(server: int, body: Body) -> Exception:
-    kinds = {kind.__name__: kind for kind in ERRORS}
-    return kinds.get(body.get("error", ""), ValueError)(f"server {server}: {body['why']}")
-
-
-def _say(peer: bytes, message: Message, kind: str, **body: Any) -> Answer:
-    return Answer(peer, Message(kind, message.request, message.table, body=body))

@@ -14,7 +14,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.messages import SERVER, Answer, Message
+from hvdlite.ps.connections.messages import SERVER, Answer, Message, answer_to
 from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler.registry import is_change_awaited
 from hvdlite.ps.server.server import Server
@@ -40,7 +40,7 @@ class Migration:
         self._is_awaited = False  # A change waits until all have begun their tables.
         # What the scheduler has been told: the layout, and tables that have begun.
         self._told_layout, self._told = 0, set[str]()
-        server.set_handler("take", self._take)
+        server.handlers["take"] = self._take
         server.hear_of_layout = self.switch_early
 
     def look(self, news: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class Migration:
         saved = SavedTable.unpack(body["about"], message.payloads)
         place = (message.table, int(body["source"]))
         self._takes.setdefault(int(body["change"]), {})[place] = saved
-        return [Answer(peer, Message("taken", message.request, message.table))]
+        return [answer_to(peer, message, "taken")]
 
     def _stage(self, layout: Layout, sources: range) -> None:
         """Put the next tables together, save them, and tell the scheduler."""

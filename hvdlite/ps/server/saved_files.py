@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,10 @@ SUFFIX = ".safetensors"
 
 
 def write(path: Path, saved: SavedTable) -> int:
-    """Write a file, which is on disk when this returns; return its size. Raises OSError."""
-    return system.write_whole(path, _pieces_of(saved))
+    """Write a file, which is on disk when this returns; return its size. Raises OSError.
 
-
-def _pieces_of(saved: SavedTable) -> Iterator[bytes | memoryview]:
-    """Yield a file piece by piece, without a copy: servers go on meanwhile.
-
-    The library of safetensors copies the arrays, for which it holds Python's lock.
+    Servers go on meanwhile, as it is written without a copy: the library of safetensors copies the
+    arrays, for which it holds Python's lock.
     """
     about, arrays = saved.pack()
     raws = [array.reshape(-1).view(np.uint8).data for array in arrays]
@@ -41,8 +36,7 @@ def _pieces_of(saved: SavedTable) -> Iterator[bytes | memoryview]:
         start += raw.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    yield len(head).to_bytes(8, "little") + head
-    yield from raws
+    return system.write_whole(path, [len(head).to_bytes(8, "little") + head, *raws])
 
 
 def read(path: Path, *, verify: bool = True) -> SavedTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.ps.connections.channel import Listener
@@ -11,6 +11,7 @@ from hvdlite.ps.connections.messages import (
     SERVER,
     Answer,
     Message,
+    answer_to,
     role_of,
     two_processes,
 )
@@ -28,12 +29,6 @@ LOOK_SECONDS = 0.5
 MOST_BYTES_AT_ONCE, BYTES_OF_HEAD = 1 << 20, 1 << 14
 # Requests that depend on who keeps what.
 OF_LAYOUT = frozenset({"start", "offer", "push", "pull", "push_rows", "pull_rows", "save", "load"})
-
-
-def _check_role(role: str, kind: str) -> None:
-    """Raise ProtocolError where a member of this role must not send requests of this kind."""
-    if kind != "beat" and (role == SERVER) != (kind == "take"):
-        raise ProtocolError(f"a {role} must not ask a server for {kind}")
 
 
 class Server:
@@ -68,7 +63,7 @@ class Server:
         self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
         self._members: dict[bytes, int] = {}  # The workers that have said hello.
         self._replaced: dict[bytes, str] = {}  # Those before them -> what they hear.
-        self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
+        self.handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._ask_table, "push": self._ask_table,
             "pull": self._ask_table, "push_rows": self._ask_table, "pull_rows": self._ask_table,
             "leave": self._leave, "beat": self._beat, "hello": self._hello,
@@ -100,7 +95,15 @@ class Server:
     def serve(self, ended: Callable[[], bool]) -> None:
         """Answer until `ended`, which is called at least twice a second."""
         while not ended():
-            for answer in by_priority(self._answers(), self._first_key_of):
+            # Values go last, those of the table that was declared first before those of others: it
+            # has the layers with which the next step of a worker begins.
+            values = []
+            for answer in self._answers():
+                if answer.message.kind == "values":
+                    values.append(answer)
+                else:
+                    self.listener.send(*answer)
+            for answer in sorted(values, key=self._first_key):
                 self.listener.send(*answer)
 
     def _answers(self) -> Iterator[Answer]:
@@ -112,18 +115,19 @@ class Server:
         left = MOST_BYTES_AT_ONCE
         while received is not None:
             yield from self.answer(*received)
-            left -= BYTES_OF_HEAD + sum(map(len, received[1].payloads))
+            left -= BYTES_OF_HEAD + received[1].nbytes
             received = self.listener.receive(0) if left > 0 else None
 
-    def _first_key_of(self, table: str) -> int:
-        return self.tables[table].described.first_key if table in self.tables else 0
+    def _first_key(self, answer: Answer) -> int:
+        table = self.tables.get(answer.message.table)
+        return 0 if table is None else table.described.first_key
 
     def answer(self, peer: bytes, message: Message) -> list[Answer]:
         """Return the answers to a message: some may be for other peers, which have waited.
 
         Raises HorovodInternalError where a snapshot cannot be written, or a table is lost.
         """
-        handler = self._handlers.get(message.kind)
+        handler = self.handlers.get(message.kind)
         if handler is None:
             return []
         if why := self._replaced.get(peer):
@@ -131,9 +135,13 @@ class Server:
         if message.kind in OF_LAYOUT and message.layout != self.layout:
             self.hear_of_layout(message.layout)
         try:
-            _check_role(role_of(peer), message.kind)
+            role = role_of(peer)
+            if message.kind != "beat" and (role == SERVER) != (message.kind == "take"):
+                raise ProtocolError(f"a {role} must not ask a server for {message.kind}")
             if message.kind in OF_LAYOUT and message.layout != self.layout:
-                return self._of_another_layout(peer, message)
+                # Others keep the table, or this one will know of it soon: then it is sent again.
+                is_early = message.layout > self.layout
+                return [] if is_early else [answer_to(peer, message, "moved")]
             answers = handler(peer, message)
         except (ProtocolError, ValueError) as error:
             return [self._failed(peer, message, str(error))]
@@ -151,12 +159,6 @@ class Server:
             self._save_all()
         return answers
 
-    def _of_another_layout(self, peer: bytes, message: Message) -> list[Answer]:
-        """Say that other servers keep the table, or nothing where this one will know of it soon."""
-        if message.layout > self.layout:
-            return []  # It is sent again.
-        return [Answer(peer, Message("moved", message.request, message.table))]
-
     def _hello(self, peer: bytes, message: Message) -> list[Answer]:
         """Welcome a worker, and say whether it is the process that it was before."""
         worker, body = int(message.body["worker"]), {"is_known": peer in self._members}
@@ -168,13 +170,11 @@ class Server:
                 self.listener.drop(old)
         self._members[peer] = worker
         welcome = Message("welcome", message.request, message.table, 0, self._incarnation, body)
-        return [Answer(peer, welcome), *self._hear_tables(worker, message.body["tables"])]
-
-    def _hear_tables(self, worker: int, names: Sequence[str]) -> list[Answer]:
-        """Take note of the tables in which a worker takes part; begin those that miss nobody."""
-        self._tables_of[worker] = {str(name) for name in names}
+        self._tables_of[worker] = {str(name) for name in message.body["tables"]}
+        # What waits for this worker begins where it takes no part.
         tables = [table for table in self.tables.values() if not table.begun]
-        return [answer for table in tables for answer in table.look(self.workers)]
+        begun = [answer for table in tables for answer in table.look(self.workers)]
+        return [Answer(peer, welcome), *begun]
 
     def _save_all(self) -> None:
         for name in self.tables if self._snapshots is not None else ():
@@ -221,9 +221,6 @@ class Server:
             self.listener.send(*answer)
 
     # -- another number of servers
-
-    def set_handler(self, kind: str, handler: Callable[[bytes, Message], list[Answer]]) -> None:
-        self._handlers[kind] = handler
 
     def save_next(self, saved: SavedTable) -> None:
         """Save a table as it is in the next layout, where snapshots are made."""
@@ -311,7 +308,7 @@ class Server:
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:
         worker = self._worker_of.pop(peer, None)
-        answers = [Answer(peer, Message("done", message.request, message.table))]
+        answers = [answer_to(peer, message, "done")]
         if worker is not None:
             self.workers.discard(worker)
             self._early.discard(worker)
@@ -327,18 +324,3 @@ class Server:
         return Answer(
             peer, Message("failed", message.request, message.table, 0, self._incarnation, body)
         )
-
-
-def by_priority(answers: Iterable[Answer], key_of: Callable[[str], int]) -> Iterator[Answer]:
-    """Yield answers in the order in which they are sent; `key_of` returns a table's first key.
-
-    Values come last, those of the table that was declared first before those of others: it has the
-    layers with which the next step of a worker begins. All other answers are sent at once.
-    """
-    values = []
-    for answer in answers:
-        if answer.message.kind == "values":
-            values.append(answer)
-        else:
-            yield answer
-    yield from sorted(values, key=lambda answer: key_of(answer.message.table))

@@ -10,7 +10,7 @@ from typing import Any
 from hvdlite.ps.connections import system
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE
-from hvdlite.ps.server.checkpoints import remote_error
+from hvdlite.ps.server.checkpoints import ERRORS
 from hvdlite.ps.worker.ordered_operations import MovedError
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.table_shards import TableShards
@@ -188,7 +188,9 @@ class _Phases:
         answers = self._worker.ask_servers(1 if only_first else self._servers, message)
         for server, answer in enumerate(answers):
             if answer.kind == "failed":
-                raise remote_error(server, answer.body)
+                kinds = {kind.__name__: kind for kind in ERRORS}
+                kind = kinds.get(answer.body.get("error", ""), ValueError)
+                raise kind(f"server {server}: {answer.body['why']}")
         if any(answer.kind == "overtaken" for answer in answers):
             raise _OvertakenError
         if any(answer.kind in ("moved", "restarted") for answer in answers):
