@@ -70,18 +70,18 @@ class LayoutFollower:
                 for table in self._tables.values():
                     table.gate.open()
         elif (identity, passes_sync) != (self._change, self._passes_sync):
-            self._is_load = change is None
-            self._hold_back(identity, passes_sync=passes_sync)
+            self._is_load, self._passes_sync = change is None, passes_sync
+            self._change, self._clocks = identity, {}
+            for table in self._tables.values():
+                self._close(table)
+            self._report_if_quiet()
         elif change is not None and change["borders"] is not None:
-            self._set_borders(change["borders"])
+            for name, border in change["borders"].items():
+                step = dict(border).get(self._number())
+                if name in self._tables and step is not None:
+                    self._tables[name].gate.set_border(step)
 
     # -- before the border
-
-    def _hold_back(self, change: int, *, passes_sync: bool) -> None:
-        self._change, self._clocks, self._passes_sync = change, {}, passes_sync
-        for table in self._tables.values():
-            self._close(table)
-        self._report_if_quiet()
 
     def _close(self, table: TableShards) -> None:
         if self._passes_sync and table.is_sync:
@@ -111,13 +111,6 @@ class LayoutFollower:
         if self._is_load or not table.peers:
             return self._clocks[name]
         return max(each.known_clock for each in (table, *table.peers))
-
-    def _set_borders(self, borders: Mapping[str, Any]) -> None:
-        """Let tables go on up to the borders of this worker."""
-        for name, border in borders.items():
-            step = dict(border).get(self._number())
-            if name in self._tables and step is not None:
-                self._tables[name].gate.set_border(step)
 
     # -- the next layout
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.connections.messages import REPLACES, Buffer, Message
+from hvdlite.ps.connections.messages import REPLACES, Buffer, Message, ignore
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.gradient_pieces import Rest
@@ -48,6 +48,7 @@ class Shard:
     ) -> None:  # fmt: skip
         self._kinds = kinds  # "_rows" where it is a table of rows.
         self.table, self.server, self._worker = table, server, worker
+        self._peer = f"server {server}"
         self.version = -1  # Of the last values that were pulled.
         self.load = 0  # The last load that they have.
         self._reached = 0  # The highest version that the server has told of.
@@ -74,7 +75,7 @@ class Shard:
         self.records = OFF
         # The step whose pushes to former servers were not answered, and who waits for that.
         self._unconfirmed: tuple[int, Sequence[Callable[[Message | Exception], None]]] | None = None
-        self.on_rollback: Callable[[PsRolledBack], None] = _nothing
+        self.on_rollback: Callable[[PsRolledBack], None] = ignore
         # See [Note: first values]: the worker whose values all servers take; whose this one has;
         # what is to be done when a server wants this worker's, and has taken them.
         self.first: int | None = None
@@ -84,8 +85,13 @@ class Shard:
 
     # -- what the worker asks for
 
-    def start(self, done: Callable[[Message | Exception], None]) -> None:
-        """Take part; `done` gets the clock at which this worker goes on."""
+    def start(self, done: Callable[[Message | Exception], None], enters: int | None = None) -> None:
+        """Take part; `done` gets the clock at which this worker goes on.
+
+        It `enters` at a step that is a later one than the server has given.
+        """
+        if enters is not None:
+            self._extra = {"enters": enters}
         self._on_start, self.is_used = done, True
         if self._error is None:
             self._say_start()
@@ -95,11 +101,6 @@ class Shard:
     def stand_at(self, clock: int) -> None:
         """Go on at a step, when all servers have said at which this worker takes part."""
         self.clock, self._stands = clock, True
-
-    def enter_at(self, clock: int, done: Callable[[Message | Exception], None]) -> None:
-        """Take part from the step `clock` on, which is a later one than the server has given."""
-        self._extra = {"enters": clock}
-        self.start(done)
 
     def push(
         self, body: Mapping[str, Any], payloads: Sequence[Buffer],
@@ -181,9 +182,9 @@ class Shard:
         if first is not None:
             first(MovedError())
         pushed = [] if self._unconfirmed is None else [*self._unconfirmed[1]]
-        if self._push is not None and self._push.done is not _nothing:
+        if self._push is not None and self._push.done is not ignore:
             pushed.append(self._push.done)
-            self._push.done = _nothing
+            self._push.done = ignore
         self._end("pull", MovedError())
         return pushed
 
@@ -218,7 +219,7 @@ class Shard:
 
     @property
     def waits(self) -> bool:
-        pushes = self._push is not None and self._push.done is not _nothing
+        pushes = self._push is not None and self._push.done is not ignore
         return pushes or self._pull is not None or self._on_start is not None
 
     def go_back(self, error: PsRolledBack) -> None:
@@ -268,7 +269,7 @@ class Shard:
                 self.load = message.body.get("load", 0)
                 if self._push is not None and self._push.message.clock < self.clock:
                     push, self._push = self._push, None  # Another one may begin in this.
-                    done, push.done = push.done, _nothing
+                    done, push.done = push.done, ignore
                     done(message)
             self._end(kind, message)
 
@@ -354,18 +355,14 @@ class Shard:
 
     # -- parts
 
-    @property
-    def _peer(self) -> str:
-        return f"server {self.server}"
-
     def _record(self, kind: str, message: Message) -> None:
         request = self._push if kind == "push" else self._pull
         if request is None:
             return
-        payloads = request.message.payloads if kind == "push" else message.payloads
         self.records.end(
             kind, self.table, self._peer, version=message.clock, clock=request.message.clock,
-            stale=message.body.get("stale"), nbytes=sum(map(len, payloads)),
+            stale=message.body.get("stale"),
+            nbytes=(request.message if kind == "push" else message).nbytes,
         )  # fmt: skip
 
     def _offer(self, values: Sequence[Buffer], body: Mapping[str, Any]) -> None:
@@ -400,14 +397,14 @@ class Shard:
         if word == "pull":
             self._pull = None
         if request is not None:
-            done, request.done = request.done, _nothing
+            done, request.done = request.done, ignore
             done(result)
 
     def _displace(self, word: str) -> None:
         """Fail a request whose place another one takes: answers to it are dropped from now on."""
         self._forget_ids(word)
         request = self._push if word == "push" else self._pull
-        if request is None or request.done is _nothing:
+        if request is None or request.done is ignore:
             return
         why = (
             f"worker {self._worker} has begun another {word} of the table '{self.table}' before "
@@ -432,7 +429,3 @@ class Shard:
 
     def _words(self, message: Message) -> str:
         return f"server {self.server}, table '{self.table}': {message.body.get('why', '?')}"
-
-
-def _nothing(_result: object) -> None:
-    """Take no note of a result that is known."""

@@ -78,10 +78,6 @@ class Gate:
             self._changed.notify_all()
 
 
-def _if_moved(plan: Callable[[], Plan], error: Exception) -> Plan | None:
-    return plan() if isinstance(error, MovedError) else None
-
-
 class TableShards:
     """Takes part in a table at all servers when it is made.
 
@@ -170,7 +166,7 @@ class TableShards:
                 shard.stand_at(self.clock)
             return
         behind = [shard for shard in self._shards if shard.clock < top]
-        for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
+        for handle in [self._client.ask(partial(shard.start, enters=top)) for shard in behind]:
             handle.wait()
         for shard in self._shards:
             shard.stand_at(shard.clock)
@@ -302,7 +298,9 @@ class TableShards:
 
     def _pull_parts(self, plan: Callable[[], Plan]) -> Handle:
         """Return a handle of what is pulled as planned, anew where others keep the table now."""
-        return self._client.ask_all(*plan(), partial(_if_moved, plan))
+        return self._client.ask_all(
+            *plan(), lambda error: plan() if isinstance(error, MovedError) else None
+        )
 
     @staticmethod
     def _pull_of(shard: Shard, payloads: Sequence[Buffer]) -> Begin:

@@ -28,7 +28,6 @@ from hvdlite.ps.worker.table_shards import TableShards
 
 WATCH_SECONDS = 2.0
 LEAVE_SECONDS = 5.0  # For which a worker that leaves waits for its servers' answers.
-LEAVES = "this worker leaves its cluster: wait for what is pulled before that"
 
 AnyTable = TypeVar("AnyTable", bound=TableShards)
 
@@ -228,7 +227,16 @@ class Worker:
 
         Waits until servers have what was pushed; what they will never have is warned of.
         """
-        self._finish_pushes()
+        tables = [*self.named.values()]
+        for table in tables:  # Others may wait for this worker before they push what a pull needs.
+            why = "this worker leaves its cluster: wait for what is pulled before that"
+            table.drop_pulls(HorovodInternalError(why))
+        for table in tables:
+            if lost := table.finish_pushes():
+                log.warning(
+                    f"worker {self.number} leaves, and {len(lost)} of its pushes to the table "
+                    f"'{table.name}' are lost: {lost[0]}"
+                )
         for table in [each for each in self.named.values() if each.is_half_pushed]:
             log.warning(
                 f"worker {self.number} leaves, and some servers have its push of step "
@@ -241,17 +249,6 @@ class Worker:
             handle.ended_within(max(0.0, end - system.now()))
         self._enrolment.leave()
         self.close()
-
-    def _finish_pushes(self) -> None:
-        tables = [*self.named.values()]
-        for table in tables:  # Others may wait for this worker before they push what a pull needs.
-            table.drop_pulls(HorovodInternalError(LEAVES))
-        for table in tables:
-            if lost := table.finish_pushes():
-                log.warning(
-                    f"worker {self.number} leaves, and {len(lost)} of its pushes to the table "
-                    f"'{table.name}' are lost: {lost[0]}"
-                )
 
     def close(self) -> None:
         """End the connections without a word."""
