@@ -25,9 +25,17 @@ from hvdlite.common.connections.loop import Loop
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.memory_exchange import MAGIC, NOTE, Sharing, swap
 from hvdlite.ps.connections.messages import SERVER, Message
-from hvdlite.ps.connections.shared_memory import SHARED_BYTES, Descriptor, SharedMemory, Window
+from hvdlite.ps.connections.shared_memory import (
+    MAGIC,
+    NOTE,
+    SHARED_BYTES,
+    Descriptor,
+    SharedMemory,
+    Sharing,
+    Window,
+    swap,
+)
 from hvdlite.ps.tables import updater as gradient_sums
 from hvdlite.ps.tables.updater import add_up
 from tests.ps.cluster import wait_until

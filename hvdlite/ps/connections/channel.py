@@ -40,7 +40,6 @@ from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Claim, Party
 from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections.encryption import Encryption
-from hvdlite.ps.connections.memory_exchange import Sharing, swap
 from hvdlite.ps.connections.messages import (
     FRAME_BYTES,
     MOST_HEAD_BYTES,
@@ -53,7 +52,7 @@ from hvdlite.ps.connections.messages import (
     parse,
     with_arrays,
 )
-from hvdlite.ps.connections.shared_memory import SharedMemory
+from hvdlite.ps.connections.shared_memory import SharedMemory, Sharing, swap
 
 MEMBER = "ps member"  # The role of every end that connects.
 OTHER_TOKEN = "HVDLITE_PS_TOKEN is another one there: give all processes the same"

@@ -21,10 +21,9 @@ from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.encryption import Encryption
-from hvdlite.ps.connections.memory_exchange import is_here
 from hvdlite.ps.connections.messages import Message, ignore
 from hvdlite.ps.connections.records import OFF
-from hvdlite.ps.connections.shared_memory import SharedMemory
+from hvdlite.ps.connections.shared_memory import SharedMemory, is_here
 from hvdlite.ps.layouts.blocks import Array
 
 CLOSED = "this process has left its parameter servers: its connections are closed"
