@@ -510,7 +510,7 @@ def test_the_scheduler_ends_with_the_job_though_a_worker_was_lost(
 
 
 def test_a_wrong_token_is_refused_and_the_others_are_untouched(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1, most_workers=2)
+    cluster = new_cluster(1, 1)
     (trainer,) = trainers(cluster, 1)
     with pytest.raises(ConfigError, match="HVDLITE_PS_TOKEN is another one"):
         cluster.worker("stranger", token=b"a guess")

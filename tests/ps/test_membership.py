@@ -122,11 +122,11 @@ def test_ranks_of_a_job_are_not_given_up() -> None:
 
 
 def test_more_independent_workers_come_and_leave() -> None:
-    cluster = formed(independent=True, most_workers=3)
-    (answer,) = come(cluster, WORKER, "c", now=1.0)
-    assert answer.message.body["number"] == 2
+    cluster = formed(independent=True)
     (answer,) = come(cluster, WORKER, "d", now=1.0)
-    assert answer.message.body["why"] == "all 3 workers are there"
+    assert answer.message.body["why"] == "all 2 workers are there"
+    (answer,) = cluster.hello(b"c", 1, replace(hello(WORKER, "c"), joins=True), 1.0)
+    assert answer.message.body["number"] == 2
     cluster.leave(b"a")
     assert cluster.workers() == [1, 2]
     (answer,) = come(cluster, WORKER, "d", now=2.0)

@@ -30,16 +30,13 @@ class ClusterPlan:
     num_servers: int
     num_workers: int
     independent: bool = False  # Workers may be lost, return, come and leave.
-    most_workers: int = 0  # How many independent workers there may be; 0: `num_workers`.
     start_seconds: float = 1800.0  # Until all have come.
     worker_seconds: float = 30.0  # For which an independent worker may be silent.
     server_seconds: float = 300.0  # For which a server may be silent.
 
-    def most(self, role: str) -> int:
-        """Return how many processes may have a role, besides those that join."""
-        if role == SERVER:
-            return self.num_servers
-        return max(self.num_workers, self.most_workers if self.independent else 0)
+    def count(self, role: str) -> int:
+        """Return how many processes are to have a role, besides those that join."""
+        return self.num_servers if role == SERVER else self.num_workers
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Membership:
             return [_refuse(peer, request, two_processes(f"{role} {number}", present, peer))]
         member = self._member_for(peer, hello)
         if member is None:
-            most = self.plan.most(hello.role)
+            most = self.plan.count(hello.role)
             return [_refuse(peer, request, f"all {most} {hello.role}s are there")]
         if member.peer not in (b"", peer):
             self._replaced[member.peer] = member.role, member.number
@@ -173,9 +170,9 @@ class Membership:
     def missing(self) -> list[str]:
         """Return who has to come before any process is welcome, as words."""
         words = []
-        for role, needed in (SERVER, self.plan.num_servers), (WORKER, self.plan.num_workers):
+        for role in ROLES:
             taken = {number for kind, number in self.members if kind == role}
-            absent = [str(n) for n in range(needed) if n not in taken]
+            absent = [str(n) for n in range(self.plan.count(role)) if n not in taken]
             if absent:
                 words.append(f"{role}{'s' * (len(absent) > 1)} {', '.join(absent)}")
         return words
@@ -235,7 +232,7 @@ class Membership:
                     f"give all processes the same HVDLITE_NUM_{word.upper()}"
                 )
         most = max(
-            [self.plan.most(hello.role), *(n + 1 for r, n in self.members if r == hello.role)]
+            [self.plan.count(hello.role), *(n + 1 for r, n in self.members if r == hello.role)]
         )
         if hello.number is not None and not 0 <= hello.number < most:
             return f"there is no {hello.role} {hello.number}: their numbers begin with 0"
@@ -248,7 +245,7 @@ class Membership:
                 member.incarnation += member.peer != peer  # Else it says its hello again.
                 return member
         wanted = hello.number
-        numbers = range(self.plan.most(hello.role)) if wanted is None else [wanted]
+        numbers = range(self.plan.count(hello.role)) if wanted is None else [wanted]
         for number in numbers:
             if (hello.role, number) not in self.members:
                 member = Member(hello.role, number, hello.node_id, hello.address)

@@ -56,14 +56,6 @@ class ClusterSettings:
     joins: bool = False  # It is one more server or worker, where all others are there.
 
     @property
-    def is_local(self) -> bool:
-        """Whether only processes of this host can reach the scheduler."""
-        host = self.scheduler.rpartition(":")[0].strip("[]")
-        with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(host).is_loopback
-        return host == "localhost"
-
-    @property
     def plan(self) -> ClusterPlan:
         return ClusterPlan(
             self.num_servers, self.num_workers, independent=self.independent,
@@ -178,7 +170,11 @@ def _scheduler(environ: Mapping[str, str]) -> str:
 
 def check_token(settings: ClusterSettings) -> None:
     """Raise ConfigError where other hosts can reach a cluster that has no token."""
-    if not settings.token and not settings.is_local:
+    host = settings.scheduler.rpartition(":")[0].strip("[]")
+    is_local = host == "localhost"
+    with contextlib.suppress(ValueError):
+        is_local = ipaddress.ip_address(host).is_loopback
+    if not settings.token and not is_local:
         raise ConfigError(
             f"HVDLITE_SCHEDULER={settings.scheduler} can be reached from other hosts, and "
             "HVDLITE_PS_TOKEN is not set, so that anybody could take part: give all processes the "
