@@ -12,7 +12,7 @@ from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections.messages import WORKER, Message
 from hvdlite.ps.server.migration import Migration
-from hvdlite.ps.server.running import _End
+from hvdlite.ps.server.running import _end_of
 from hvdlite.ps.worker.layout_follower import LayoutFollower
 
 
@@ -126,7 +126,7 @@ def test_a_server_looks_at_the_news_of_one_moment() -> None:
     news: dict[str, Any] = {"layout": 1, "layout_servers": 1, "change": change, "workers": [0]}
     checkpoints, migration = Mock(), Mock()
     checkpoints.look = lambda _: news.update(layout=2, layout_servers=2, change=None)
-    ended = _End(Mock(workers={0}), migration, checkpoints, 0, news)
+    ended = _end_of(Mock(workers={0}), migration, checkpoints, 0, news)
     assert not ended()
     (seen,) = migration.look.call_args[0]
     assert (seen["layout"], seen["change"]) == (1, change)

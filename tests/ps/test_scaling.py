@@ -330,7 +330,7 @@ def test_a_server_that_was_to_go_stays_where_the_next_layout_has_it_again(
 ) -> None:
     monkeypatch.setattr(running, "LAST_SECONDS", 0.0)
     news: dict[str, Any] = {"workers": [0], "layout_servers": 3, "change": None}
-    end = running._End(Mock(), Mock(), Mock(), 2, news)
+    end = running._end_of(Mock(), Mock(), Mock(), 2, news)
     assert not end()
     news |= {"layout_servers": 2, "change": {"servers": 4}}
     assert not end() and not end()

@@ -29,7 +29,7 @@ def test_snapshots_of_another_job_do_not_become_first_weights(new_cluster: NewCl
     trainer.worker.leave()
     cluster.servers[0].wait()
     cluster.scheduler.end()
-    cluster.state.forget()
+    cluster.state.file.forget()
     cluster.start_scheduler()
     server = cluster.start_server(0)
     with pytest.raises(HorovodInternalError, match=r"server-0 has snapshots of another job"):

@@ -74,8 +74,8 @@ def run_server(
         checkpoints = ServerCheckpoints(
             server, welcome["number"], lambda: client.call(enrolment.tell)
         )
-        end = _End(server, migration, checkpoints, welcome["number"], news)
-        server.serve(lambda: killed() or end())
+        ended = _end_of(server, migration, checkpoints, welcome["number"], news)
+        server.serve(lambda: killed() or ended())
         if not killed():
             enrolment.leave()
     except HorovodInternalError as error:
@@ -106,34 +106,33 @@ def _own_address(settings: ClusterSettings) -> str:
         system.sleep(NAME_SECONDS)
 
 
-class _End:
-    """Says whether a server has done its part; lets it hear of others that come and go."""
+def _end_of(
+    server: Server, migration: Migration, checkpoints: ServerCheckpoints, number: int,
+    latest: Mapping[str, Any],
+) -> Callable[[], bool]:  # fmt: skip
+    """Return what lets a server hear of others that come and go, and says whether it has ended."""
+    is_used = False  # Whether it keeps something, or has.
+    empty_since: float | None = None
 
-    def __init__(
-        self, server: Server, migration: Migration, checkpoints: ServerCheckpoints, number: int,
-        news: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        self._server, self._migration, self._checkpoints = server, migration, checkpoints
-        self._number, self._news = number, news
-        self._is_used = False  # Whether it keeps something, or has.
-        self._empty_since: float | None = None
-
-    def __call__(self) -> bool:
-        news = dict(self._news)  # Others may come at any time: a layout without its change.
+    def ended() -> bool:
+        nonlocal is_used, empty_since
+        news = dict(latest)  # Others may come at any time: a layout without its change.
         if failure := news.get("client_failure") or news.get("failure"):
             raise HorovodInternalError(failure)
-        workers = news.get("workers", self._server.workers)
+        workers = news.get("workers", server.workers)
         # First: what is loaded has no push that a worker which is lost has held up.
-        self._checkpoints.look(news)
-        self._server.set_workers(workers)
-        self._migration.look(news)
-        keeps = self._number < news.get("layout_servers", 0)
-        self._is_used |= keeps
+        checkpoints.look(news)
+        server.set_workers(workers)
+        migration.look(news)
+        keeps = number < news.get("layout_servers", 0)
+        is_used |= keeps
         # One that was to go may be among the servers of the change that is under way.
         change = news.get("change")
-        comes = change is not None and self._number < change["servers"]
-        if workers and (keeps or comes or not self._is_used):
-            self._empty_since = None
-        elif self._empty_since is None:
-            self._empty_since = system.now()
-        return self._empty_since is not None and system.now() - self._empty_since > LAST_SECONDS
+        comes = change is not None and number < change["servers"]
+        if workers and (keeps or comes or not is_used):
+            empty_since = None
+        elif empty_since is None:
+            empty_since = system.now()
+        return empty_since is not None and system.now() - empty_since > LAST_SECONDS
+
+    return ended

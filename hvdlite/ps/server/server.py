@@ -295,11 +295,8 @@ class Server:
         worker = self._worker_of.get(peer)
         table = self.tables.get(message.table)
         if worker is None or table is None:
-            return [
-                Answer(
-                    peer, Message("restarted", message.request, message.table, 0, self._incarnation)
-                )
-            ]
+            words = "restarted", message.request, message.table, 0, self._incarnation
+            return [Answer(peer, Message(*words))]
         if message.body.get(REPLACES):  # A snapshot that was made of other values is made again.
             self._saved.pop(message.table, None)
         kind = message.kind.removesuffix("_rows")
@@ -320,7 +317,5 @@ class Server:
         return [Answer(peer, Message("beat", message.request, "", 0, self._incarnation))]
 
     def _failed(self, peer: bytes, message: Message, why: str) -> Answer:
-        body = {"why": why}
-        return Answer(
-            peer, Message("failed", message.request, message.table, 0, self._incarnation, body)
-        )
+        words = "failed", message.request, message.table, 0, self._incarnation
+        return Answer(peer, Message(*words, {"why": why}))

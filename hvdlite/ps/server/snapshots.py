@@ -36,9 +36,8 @@ class SnapshotFolder:
         self._server = server
         self._path = Path(directory) / f"server-{server}"
         self._path.mkdir(parents=True, exist_ok=True)
-        for unfinished in self._path.glob(
-            f"*/*{UNFINISHED}"
-        ):  # A predecessor was killed meanwhile.
+        # A predecessor may have been killed meanwhile.
+        for unfinished in self._path.glob(f"*/*{UNFINISHED}"):
             unfinished.unlink(missing_ok=True)
         self._queue: queue.SimpleQueue[SavedTable | None] = system.Queue()
         self._thread: threading.Thread | None = None

@@ -65,18 +65,17 @@ class Clocks:
     # Of sync: step -> the workers whose push of it is here. Some may be a step ahead.
     present: dict[int, set[int]] = field(default_factory=dict)
 
-    def enter(self, worker: int, clock: int | None = None) -> int:
+    def enter(self, worker: int) -> int:
         """Let a worker take part, again after a pause where it did before; return its clock.
 
         A worker that is new begins where the others are: in sync with the first step of which no
         push is here, else at the lowest clock of the others.
         """
         if worker not in self.finished:
-            if clock is None and self.mode.name == SYNC:
-                clock = max(self.present, default=self.version - 1) + 1
-            elif clock is None:
-                clock = min(self.finished.values(), default=0)
-            self.finished[worker] = clock
+            if self.mode.name == SYNC:
+                self.finished[worker] = max(self.present, default=self.version - 1) + 1
+            else:
+                self.finished[worker] = min(self.finished.values(), default=0)
         return self.finished[worker]
 
     def leave(self, worker: int) -> None:

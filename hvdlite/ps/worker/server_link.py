@@ -46,15 +46,8 @@ class ServerLink:
 
     def _say_hello(self) -> None:
         """Say who this is, though it may have no table: a server waits to hear that."""
-        self.send(
-            Message(
-                "hello",
-                body={
-                    "worker": self._worker(),
-                    "tables": [each.table for each in self._shards if each.is_used],
-                },
-            )
-        )
+        tables = [each.table for each in self._shards if each.is_used]
+        self.send(Message("hello", body={"worker": self._worker(), "tables": tables}))
 
     def _refuse(self, error: Exception) -> None:
         """Fail, unless it is another process that answers where the server has been."""

@@ -29,7 +29,7 @@ from hvdlite.ps.worker.table_shards import TableShards
 WATCH_SECONDS = 2.0
 LEAVE_SECONDS = 5.0  # For which a worker that leaves waits for its servers' answers.
 
-AnyTable = TypeVar("AnyTable", bound=TableShards)
+AnyTable = TypeVar("AnyTable", RemoteTable, RemoteRows)
 
 
 class Worker:
@@ -114,15 +114,8 @@ class Worker:
 
         Raises `HorovodInternalError` where workers disagree.
         """
-        declaration = _declaration(name, specs, options)
-
-        def make(answer: Message) -> RemoteTable:
-            return (form or RemoteTable)(
-                answer, specs, options, values, self._client, self._links, self.number, declaration
-            )
-
-        table = self.named[name] = self._follow(declaration, make)
-        return table
+        make = partial(form or RemoteTable, specs=specs, values=values)
+        return self._declare(make, name, specs, options)
 
     def begin_optimizer(self) -> None:
         """Take note that this worker makes its optimizer. Raises ValueError for a second one.
@@ -153,15 +146,7 @@ class Worker:
 
         Raises `HorovodInternalError` where workers disagree.
         """
-        declaration = _declaration(spec.name, [spec], options)
-
-        def make(answer: Message) -> RemoteRows:
-            return RemoteRows(
-                answer, spec, options, self._client, self._links, self.number, declaration
-            )
-
-        table = self.named[spec.name] = self._follow(declaration, make)
-        return table
+        return self._declare(partial(RemoteRows, spec=spec), spec.name, [spec], options)
 
     def find(self, name: str) -> tuple[list[TensorSpec], TableOptions] | None:
         """Return what other workers have declared a table to be; None where nobody has."""
@@ -170,15 +155,23 @@ class Worker:
             return None
         return specs_of_words(body["specs"]), TableOptions(*body["options"])
 
-    def _follow(self, declaration: Message, make: Callable[[Message], AnyTable]) -> AnyTable:
+    def _declare(
+        self, make: Callable[..., AnyTable], name: str, specs: Sequence[TensorSpec],
+        options: TableOptions,
+    ) -> AnyTable:  # fmt: skip
         """Return a table that is where the scheduler says, and follows it wherever it goes."""
+        declaration = _declaration(name, specs, options)
         while True:
             answer = self.ask(declaration)
             try:
-                table = make(answer)
+                table = make(
+                    answer, options=options, client=self._client, links=self._links,
+                    worker=self.number, declaration=declaration,
+                )  # fmt: skip
             except MovedError:
                 continue
             if self._client.ask(partial(self._add, table)).wait().kind == "done":
+                self.named[name] = table
                 return table
 
     def _add(self, table: TableShards, done: Callable[[Message | Exception], None]) -> None:
