@@ -15,7 +15,6 @@ import numpy as np
 
 from hvdlite.common.connections.address import Address
 from hvdlite.common.requests.handles import Handle
-from hvdlite.ps.cluster.membership import ClusterPlan
 from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER
@@ -69,10 +68,10 @@ class Cluster:
     def __init__(
         self, folder: Path, servers: int, workers: int, *, every: int = 0,
         updater: Callable[[], Updater] = Momentum, curve: bool = False,
-        updater_of: Callable[[TableDescription], Updater] | None = None, **plan: Any,
+        updater_of: Callable[[TableDescription], Updater] | None = None, **words: Any,
     ) -> None:  # fmt: skip
-        words = {"independent": True, "worker_seconds": 30.0, "server_seconds": 30.0, **plan}
-        self.plan = ClusterPlan(servers, workers, **words)
+        words = {"independent": True, "worker_seconds": 30.0, "server_seconds": 30.0, **words}
+        self._plan = ClusterSettings(SCHEDULER, "", servers, workers, **words)  # Of the scheduler.
         self.folder, self._updater = folder, updater
         self._updater_of = updater_of  # Instead of `updater`.
         self.settings = ClusterSettings(
@@ -103,7 +102,7 @@ class Cluster:
             )  # fmt: skip
             self._port = int(listener.address.rpartition(":")[2])
             state = self.folder / "scheduler.json"
-            self.state = Scheduler(listener, self.plan, state)
+            self.state = Scheduler(listener, self._plan, state)
             ready.set()
             self.state.serve(ended)
             listener.close()

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from hvdlite.ps.cluster.membership import RETURN_SECONDS, ClusterPlan, Hello, Membership
-from hvdlite.ps.connections.messages import SERVER, WORKER, Answer
+from hvdlite.ps.cluster.membership import RETURN_SECONDS, Hello, Membership
+from hvdlite.ps.cluster.settings import ClusterSettings
+from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER, Answer
+
+
+def settings(servers: int, workers: int, **words: Any) -> ClusterSettings:
+    return ClusterSettings(SCHEDULER, "", servers, workers, **words)
 
 
 def hello(
@@ -22,7 +28,7 @@ def come(cluster: Membership, role: str, name: str, *, now: float = 0.0) -> list
 
 
 def formed(**words: object) -> Membership:
-    cluster = Membership(ClusterPlan(1, 2, **words), 0.0)  # type: ignore[arg-type]
+    cluster = Membership(settings(1, 2, **words), 0.0)
     assert come(cluster, WORKER, "a") == come(cluster, WORKER, "b") == []
     answers = come(cluster, SERVER, "s")
     assert [(answer.peer, answer.message.kind) for answer in answers] == [
@@ -41,7 +47,7 @@ def test_all_are_welcome_when_the_last_one_has_come() -> None:
 
 
 def test_who_has_not_come_is_named_to_all_who_wait() -> None:
-    cluster = Membership(ClusterPlan(2, 3, start_seconds=10), 0.0)
+    cluster = Membership(settings(2, 3, start_seconds=10), 0.0)
     counts = (2, 3)
     cluster.hello(b"a", 1, hello(WORKER, "a", counts=counts), 0.0)
     cluster.hello(b"s", 2, hello(SERVER, "s", counts=counts), 0.0)
@@ -84,7 +90,7 @@ def test_a_server_that_is_started_again_has_its_number_and_a_new_incarnation() -
 
 
 def test_of_two_processes_with_one_number_the_first_is_refused_and_both_are_named() -> None:
-    cluster = Membership(ClusterPlan(1, 1), 0.0)
+    cluster = Membership(settings(1, 1), 0.0)
     first, second = b"worker 0 17@one f00", b"worker 0 23@two ba7"
     mine = hello(WORKER, "x", 0, (1, 1))
     assert cluster.hello(first, 1, mine, 0.0) == []
@@ -136,7 +142,7 @@ def test_more_independent_workers_come_and_leave() -> None:
 def test_who_joins_takes_no_place_of_those_who_may_come_back() -> None:
     """A scheduler that has come again without its file knows none of its members."""
     joins = replace(hello(SERVER, "j"), joins=True)
-    cluster = Membership(ClusterPlan(1, 2), 100.0)
+    cluster = Membership(settings(1, 2), 100.0)
     assert cluster.hello(b"j", 1, joins, 101.0) == []
     come(cluster, SERVER, "s", now=102.0)
     come(cluster, WORKER, "a", now=102.0)
@@ -144,7 +150,7 @@ def test_who_joins_takes_no_place_of_those_who_may_come_back() -> None:
     (answer,) = cluster.hello(b"j", 1, joins, 103.0)
     assert answer.message.body["number"] == 1
     assert [number for number, *_ in answer.message.body["servers"]] == [0, 1]
-    alone = Membership(ClusterPlan(1, 2), 100.0)
+    alone = Membership(settings(1, 2), 100.0)
     alone.hello(b"j", 1, joins, 100.0 + RETURN_SECONDS)
     assert alone.describe()["servers"] == [[0, "tcp://j", 1]]
 
@@ -181,7 +187,7 @@ def test_a_lost_worker_does_not_hold_up_the_end() -> None:
 
 def test_a_scheduler_that_comes_again_knows_its_members() -> None:
     before = formed()
-    cluster = Membership(ClusterPlan(1, 2), 100.0)
+    cluster = Membership(settings(1, 2), 100.0)
     cluster.load(json.loads(json.dumps(before.state())), 100.0)
     assert cluster.describe() == before.describe()
     assert not cluster.beat(b"a", 101.0)  # it has to say hello again

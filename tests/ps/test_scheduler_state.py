@@ -16,11 +16,11 @@ import pytest
 
 from hvdlite.numpy import ps
 from hvdlite.ps import context
-from hvdlite.ps.cluster.membership import ClusterPlan
+from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.client import name_of
-from hvdlite.ps.connections.messages import SERVER, WORKER, Message
+from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER, Message
 from hvdlite.ps.layouts.blocks import TensorSpec
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.scheduler import Scheduler
@@ -94,7 +94,8 @@ class Desk:
 
 
 def scheduler_at(desk: Desk, file: Path, workers: int) -> Scheduler:
-    return Scheduler(cast(Listener, desk), ClusterPlan(1, workers, independent=True), file)
+    settings = ClusterSettings(SCHEDULER, "", 1, workers, independent=True)
+    return Scheduler(cast(Listener, desk), settings, file)
 
 
 def tables_in(scheduler: Scheduler) -> str:

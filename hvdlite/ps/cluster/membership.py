@@ -15,28 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections.messages import SERVER, WORKER, Answer, Message, two_processes
 
 ROLES = (SERVER, WORKER)
 # The members of a scheduler that has come again, and knows none of them, say hello within this
 # time: until then, nobody who joins takes a place that may be theirs.
 RETURN_SECONDS = 8.0
-
-
-@dataclass(frozen=True)
-class ClusterPlan:
-    """What a cluster is to consist of. Times are in seconds."""
-
-    num_servers: int
-    num_workers: int
-    independent: bool = False  # Workers may be lost, return, come and leave.
-    start_seconds: float = 1800.0  # Until all have come.
-    worker_seconds: float = 30.0  # For which an independent worker may be silent.
-    server_seconds: float = 300.0  # For which a server may be silent.
-
-    def count(self, role: str) -> int:
-        """Return how many processes are to have a role, besides those that join."""
-        return self.num_servers if role == SERVER else self.num_workers
 
 
 @dataclass(frozen=True)
@@ -70,7 +55,7 @@ class Member:
 class Membership:
     """The members of a cluster. Every event has the time `now`, in seconds of any clock."""
 
-    plan: ClusterPlan
+    settings: ClusterSettings
     begin: float
     members: dict[tuple[str, int], Member] = field(default_factory=dict)
     formed: bool = False
@@ -83,8 +68,8 @@ class Membership:
     _replaced: dict[bytes, tuple[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """All servers of the plan are in use."""
-        self.servers_in_use = self.servers_in_use or self.plan.num_servers
+        """All servers of the settings are in use."""
+        self.servers_in_use = self.servers_in_use or self.settings.num_servers
 
     # -- events
 
@@ -103,7 +88,7 @@ class Membership:
             return [_refuse(peer, request, two_processes(f"{role} {number}", present, peer))]
         member = self._member_for(peer, hello)
         if member is None:
-            most = self.plan.count(hello.role)
+            most = self.settings.count(hello.role)
             return [_refuse(peer, request, f"all {most} {hello.role}s are there")]
         if member.peer not in (b"", peer):
             self._replaced[member.peer] = member.role, member.number
@@ -143,25 +128,25 @@ class Membership:
         if self.failure:
             return self._refuse_all()
         if not self.formed:
-            if now - self.begin < self.plan.start_seconds:
+            if now - self.begin < self.settings.start_seconds:
                 return []
             self.failure = (
-                f"{' and '.join(self.missing())} had not come after {self.plan.start_seconds:g} "
-                "seconds (--start-timeout)"
+                f"{' and '.join(self.missing())} had not come after "
+                f"{self.settings.start_seconds:g} seconds (--start-timeout)"
             )
             return self._refuse_all()
         for member in self.members.values():
             silence = now - member.heard
-            if member.role == WORKER and self.plan.independent:
-                member.lost |= silence >= self.plan.worker_seconds
-            elif member.role == SERVER and silence >= self.plan.server_seconds:
+            if member.role == WORKER and self.settings.independent:
+                member.lost |= silence >= self.settings.worker_seconds
+            elif member.role == SERVER and silence >= self.settings.server_seconds:
                 if member.number >= self.servers_in_use:
                     member.lost = True
                     continue
                 address = member.address.partition(" ")[0]
                 self.failure = (
                     f"server {member.number} ({address}) is lost: nothing was heard of it for "
-                    f"{self.plan.server_seconds:g} seconds (--ps-timeout)"
+                    f"{self.settings.server_seconds:g} seconds (--ps-timeout)"
                 )
         return []
 
@@ -172,7 +157,7 @@ class Membership:
         words = []
         for role in ROLES:
             taken = {number for kind, number in self.members if kind == role}
-            absent = [str(n) for n in range(self.plan.count(role)) if n not in taken]
+            absent = [str(n) for n in range(self.settings.count(role)) if n not in taken]
             if absent:
                 words.append(f"{role}{'s' * (len(absent) > 1)} {', '.join(absent)}")
         return words
@@ -223,8 +208,8 @@ class Membership:
         if hello.role not in ROLES:
             return f"the role is {hello.role!r}, which is none of {', '.join(ROLES)}"
         for word, given, own in (
-            ("servers", hello.num_servers, self.plan.num_servers),
-            ("workers", hello.num_workers, self.plan.num_workers),
+            ("servers", hello.num_servers, self.settings.num_servers),
+            ("workers", hello.num_workers, self.settings.num_workers),
         ):
             if given != own:
                 return (
@@ -232,7 +217,7 @@ class Membership:
                     f"give all processes the same HVDLITE_NUM_{word.upper()}"
                 )
         most = max(
-            [self.plan.count(hello.role), *(n + 1 for r, n in self.members if r == hello.role)]
+            [self.settings.count(hello.role), *(n + 1 for r, n in self.members if r == hello.role)]
         )
         if hello.number is not None and not 0 <= hello.number < most:
             return f"there is no {hello.role} {hello.number}: their numbers begin with 0"
@@ -245,7 +230,7 @@ class Membership:
                 member.incarnation += member.peer != peer  # Else it says its hello again.
                 return member
         wanted = hello.number
-        numbers = range(self.plan.count(hello.role)) if wanted is None else [wanted]
+        numbers = range(self.settings.count(hello.role)) if wanted is None else [wanted]
         for number in numbers:
             if (hello.role, number) not in self.members:
                 member = Member(hello.role, number, hello.node_id, hello.address)
@@ -259,7 +244,7 @@ class Membership:
                 member.node_id = hello.node_id
                 member.incarnation += 1
                 return member
-        if hello.joins and self.formed and (hello.role == SERVER or self.plan.independent):
+        if hello.joins and self.formed and (hello.role == SERVER or self.settings.independent):
             number = 1 + max((n for role, n in self.members if role == hello.role), default=-1)
             self.members[hello.role, number] = Member(
                 hello.role, number, hello.node_id, hello.address

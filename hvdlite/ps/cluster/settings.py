@@ -16,7 +16,6 @@ from typing import Any
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import parse_address
 from hvdlite.common.settings.config import Config
-from hvdlite.ps.cluster.membership import ClusterPlan
 from hvdlite.ps.connections.messages import SCHEDULER, SERVER, WORKER
 
 START_SECONDS = 1800.0
@@ -45,7 +44,7 @@ class ClusterSettings:
     num_workers: int
     node_id: str = ""  # By which it is known again; empty: it never comes again.
     token: bytes = b""
-    independent: bool = False  # Workers are no ranks of a job.
+    independent: bool = False  # Workers are no ranks of a job: they may be lost, come and leave.
     curve: bool = False  # All that is sent is encrypted, with keys from the token.
     start_seconds: float = START_SECONDS  # Until all have come.
     server_seconds: float = 300.0  # For which a server may be silent.
@@ -55,13 +54,9 @@ class ClusterSettings:
     snapshot_every: int = 100  # Updates from one snapshot to the next.
     joins: bool = False  # It is one more server or worker, where all others are there.
 
-    @property
-    def plan(self) -> ClusterPlan:
-        return ClusterPlan(
-            self.num_servers, self.num_workers, independent=self.independent,
-            start_seconds=self.start_seconds, worker_seconds=self.worker_seconds,
-            server_seconds=self.server_seconds,
-        )  # fmt: skip
+    def count(self, role: str) -> int:
+        """Return how many processes are to have a role, besides those that join."""
+        return self.num_servers if role == SERVER else self.num_workers
 
 
 def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:

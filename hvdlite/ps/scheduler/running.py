@@ -30,7 +30,7 @@ def run_scheduler(settings: ClusterSettings) -> None:
         address = Address(port=address.port)
     listener = _listen(address, settings)
     state_file = Path(settings.snapshots) / STATE_FILE if settings.snapshots else None
-    scheduler = Scheduler(listener, settings.plan, state_file)
+    scheduler = Scheduler(listener, settings, state_file)
     failed_since: float | None = None
 
     def ended() -> bool:
@@ -63,7 +63,7 @@ class HostedScheduler:
         self._listener = _listen(Address(host if host == LOOPBACK else ""), settings)
         port = self._listener.address.rpartition(":")[2]
         self.settings = replace(settings, scheduler=f"{host}:{port}")
-        self._scheduler = Scheduler(self._listener, settings.plan)
+        self._scheduler = Scheduler(self._listener, settings)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdlite scheduler", daemon=True)
         self._thread.start()

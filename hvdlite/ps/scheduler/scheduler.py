@@ -11,7 +11,8 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.cluster.membership import ClusterPlan, Hello, Member, Membership
+from hvdlite.ps.cluster.membership import Hello, Member, Membership
+from hvdlite.ps.cluster.settings import ClusterSettings
 from hvdlite.ps.connections import system
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import SERVER, WORKER, Answer, Message, answer_to, role_of
@@ -35,12 +36,12 @@ class Scheduler:
     """The scheduler behind a listener. `state_file` is where it keeps what it must know again."""
 
     def __init__(
-        self, listener: Listener, plan: ClusterPlan, state_file: Path | None = None
+        self, listener: Listener, settings: ClusterSettings, state_file: Path | None = None
     ) -> None:
         self.listener = listener
         self.now = listener.awake_seconds  # Nobody is silent while this process stands still.
-        self.membership = Membership(plan, self.now())
-        self.registry = Registry(plan.num_servers)
+        self.membership = Membership(settings, self.now())
+        self.registry = Registry(settings.num_servers)
         self.file = StateFile(state_file, self._state)
         self._declared: list[list[Any]] = []  # To be written before it is answered.
         self.barrier = Barrier()
