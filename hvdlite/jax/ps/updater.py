@@ -57,11 +57,7 @@ class OptaxUpdater:
     ) -> None:
         """Let `whole` tensors keep their shapes and have states of their own."""
         self._optimizer = optimizer
-        first = described.first_key
-        self._shapes: list[list[tuple[int, ...]]] = [
-            [described.specs[part.key - first].shape for part in block.parts] if whole else [(-1,)]
-            for block in described.blocks
-        ]
+        self._shapes = described.shapes(whole=whole)
         self._values: list[Any] = []  # Of each block, or of each tensor.
         self._states: list[Any] = []
         self._numbers: Mapping[str, Any] = {}

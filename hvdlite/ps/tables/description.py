@@ -45,6 +45,13 @@ class TableDescription:
             return TableDescription(self.name, {**self.body, "rows": words})
         return self.with_blocks(blocks_of(self.specs, self.first_key, layout, server))
 
+    def shapes(self, *, whole: bool) -> list[list[tuple[int, ...]]]:
+        """Return the shapes of what each block consists of: `whole` tensors, or one flat piece."""
+        if not whole:
+            return [[(-1,)] for _ in self.blocks]
+        shapes = [spec.shape for spec in self.specs]
+        return [[shapes[part.key - self.first_key] for part in each.parts] for each in self.blocks]
+
 
 def describe_table(
     specs: Sequence[TensorSpec], blocks: Sequence[Block], mode: Mode, *, average: bool,

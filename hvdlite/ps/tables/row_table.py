@@ -19,11 +19,11 @@ from hvdlite.ps.layouts.blocks import Array, dtype_of
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.row_store import RowShare, RowStore
 from hvdlite.ps.tables.table import Saved, Table
-from hvdlite.ps.tables.updater import wide_dtype
+from hvdlite.ps.tables.updater import Updater, wide_dtype
 
 
-class AddedRows:
-    """An `Updater` of rows, to which it adds what is pushed.
+class AddedRows(Updater):
+    """Holds rows, and adds what is pushed to them.
 
     Its `values` are their ids and themselves, so are gradients.
     """
@@ -47,12 +47,6 @@ class AddedRows:
         ids, rows = gradients
         places = self.store.places(ids)
         self.store.values[places] += rows
-
-    def state(self) -> dict[str, Array]:
-        return {}
-
-    def load(self, state: Mapping[str, Array]) -> None:
-        """See `Updater`."""
 
 
 class RowTable(Table):

@@ -82,7 +82,10 @@ def _kernel() -> Library | None:
 
 
 class Updater(Protocol):
-    """Holds the values of a table, one flat array for each block, and changes them."""
+    """Holds the values of a table, one flat array for each block, and changes them.
+
+    Whoever has nothing besides inherits `state` and `load`.
+    """
 
     def begin(self, values: Sequence[Array]) -> None:
         """Take values, which the updater may keep."""
@@ -98,9 +101,11 @@ class Updater(Protocol):
 
     def state(self) -> dict[str, Array]:
         """Return what belongs to the values, such as momenta."""
+        return {}
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Take back what `state` has returned."""
+        return
 
 
 @runtime_checkable
@@ -111,7 +116,7 @@ class LeavesOut(Protocol):
         """Let the next `step` leave these elements of each block, and their state, as they are."""
 
 
-class Added:
+class Added(Updater):
     """Adds what is pushed to the values."""
 
     def __init__(self) -> None:
@@ -126,9 +131,3 @@ class Added:
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
         for values, pushed in zip(self._values, gradients, strict=True):
             np.add(values, pushed, out=values)
-
-    def state(self) -> dict[str, Array]:
-        return {}
-
-    def load(self, state: Mapping[str, Array]) -> None:
-        """See `Updater`."""

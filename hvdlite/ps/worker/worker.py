@@ -64,7 +64,6 @@ class Worker:
         )
         if rank is not None:
             this_process.server_counts = self._client.records.counts
-        self.size = settings.num_workers
         self._barriers = 0  # That this process has come to.
         self.loads = 0  # How many times the tables were loaded.
         self.named: dict[str, RemoteTable | RemoteRows] = {}  # The tables of this worker.

@@ -37,13 +37,7 @@ class TorchUpdater:
         """Let `whole` tensors keep their shapes; else each block is one flat parameter."""
         self._optimizer = optimizer
         self._blocks = described.blocks
-        self._shapes: list[list[tuple[int, ...]]] = [[(-1,)] for _ in described.blocks]
-        if whole:
-            shapes = [spec.shape for spec in described.specs]
-            first = described.first_key
-            self._shapes = [
-                [shapes[part.key - first] for part in block.parts] for block in described.blocks
-            ]
+        self._shapes = described.shapes(whole=whole)
         self._memory: list[torch.Tensor] = []  # Of each block.
         self._parameters: list[torch.nn.Parameter] = []
         self._copies: dict[int, Array] = {}
