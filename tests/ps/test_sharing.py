@@ -270,7 +270,7 @@ def test_a_killed_process_gives_back_what_was_lent_to_it(echo: Echo) -> None:
     assert here.recv() == 2
     memory = echo.listener.memory
     assert memory is not None
-    ((_, sharing),) = echo.listener._peers.values()
+    (sharing,) = (peer.sharing for peer in echo.listener._peers.values())
     assert sharing is not None and sharing.lent == 1
     process.kill()
     process.join(10)
@@ -329,7 +329,7 @@ def test_what_was_lent_stays_as_long_as_a_living_peer_looks_at_it(echo: Echo) ->
     assert memory is not None
     answer, near = asker.ask(5.0)
     assert near
-    ((_, sharing),) = echo.listener._peers.values()
+    (sharing,) = (peer.sharing for peer in echo.listener._peers.values())
     assert sharing is not None
     asker.client.call(lambda: break_off(asker.connection.caller))
     assert asker.ask(6.0)[0][0] == 12  # By another connection: the first one has ended.

@@ -16,7 +16,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -84,15 +83,20 @@ def _whole(
 
 
 class _Outbox:
-    """What goes over a link with the next `flush`, as far as it is not on its way."""
+    """What goes over a link with the next `flush`, as far as it is not on its way.
 
-    def __init__(self, link: Link) -> None:
+    With `sharing`, the other end is on this host.
+    """
+
+    def __init__(self, link: Link, sharing: Sharing | None) -> None:
         link.gathers = True
-        self.link = link
+        self.link, self.sharing = link, sharing
         self._packed: list[bytes] = []  # Of the next frame.
         self._nbytes = 0
 
     def send(self, message: Message) -> None:
+        if self.sharing is not None:
+            message = self.sharing.pack(message)
         packed, arrays = pack(message)
         if self._nbytes + len(packed) > FRAME_BYTES:
             self.flush()
@@ -115,14 +119,9 @@ class _Outbox:
         """Whether the other end has taken all."""
         return not self._packed and not self.link.queued_bytes
 
-
-class _Peer(NamedTuple):
-    outbox: _Outbox
-    sharing: Sharing | None  # Where it is on this host.
-
     def close(self) -> None:
         """End the connection; views of shared memory keep it."""
-        self.outbox.link.close()
+        self.link.close()
         if self.sharing is not None:
             self.sharing.close()
 
@@ -155,7 +154,7 @@ class Listener:
         self._liveness = Liveness(self._loop, DEAD_SECONDS)
         self._party = Party(token, f"ps {role}", MEMBER)
         self._arrays = _memory if carries else no_memory
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, _Outbox] = {}
         self._begins: dict[bytes, Callable[[], None]] = {}  # Ends what has not come to messages.
         self._received: deque[tuple[bytes, Message]] = deque()
         self._unsent: dict[_Outbox, None] = {}  # With answers that go together.
@@ -218,7 +217,7 @@ class Listener:
         def ended(reason: str) -> None:
             if link.at_fault:
                 log.warning("the connection of %s is closed: %s", name.decode(), reason)
-            if self._peers.get(name) is peer:
+            if self._peers.get(name) is outbox:
                 self.drop(name)
 
         link = Link(
@@ -226,7 +225,7 @@ class Listener:
             most_bytes=MOST_HEAD_BYTES, memory=self._arrays, unpacker=parse,
             most_arrays=MOST_ARRAYS, liveness=self._liveness,
         )  # fmt: skip
-        peer = self._peers[name] = _Peer(_Outbox(link), sharing)
+        outbox = self._peers[name] = _Outbox(link, sharing)
 
     def drop(self, name: bytes) -> None:
         """Close the connection of a peer, which may prove itself again."""
@@ -265,13 +264,10 @@ class Listener:
 
         Its payloads must not change.
         """
-        peer = self._peers.get(name)
-        if peer is None or peer.outbox.link.queued_bytes > MOST_QUEUED_BYTES:
-            return
-        if peer.sharing is not None:
-            message = peer.sharing.pack(message)
-        peer.outbox.send(message)
-        self._unsent[peer.outbox] = None
+        outbox = self._peers.get(name)
+        if outbox is not None and outbox.link.queued_bytes <= MOST_QUEUED_BYTES:
+            outbox.send(message)
+            self._unsent[outbox] = None
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, {}
@@ -285,7 +281,7 @@ class Listener:
         for give_up in self._begins.values():
             give_up()
         self._flush()
-        links = [peer.outbox.link for peer in self._peers.values()]
+        links = [outbox.link for outbox in self._peers.values()]
         end = self._loop.now() + LINGER_SECONDS
         for link in links:
             link.leave(LINGER_SECONDS)
@@ -398,7 +394,7 @@ class Caller:
             most_bytes=MOST_HEAD_BYTES, memory=_memory, unpacker=parse, most_arrays=MOST_ARRAYS,
             liveness=self._liveness,
         )  # fmt: skip
-        self._outbox = _Outbox(link)
+        self._outbox = _Outbox(link, self.sharing)
         self.connected()
 
     def _lose(self, reason: str) -> None:
@@ -437,8 +433,6 @@ class Caller:
         Its payloads must not change.
         """
         if self._outbox is not None:
-            if self.sharing is not None:
-                message = self.sharing.pack(message)
             self._outbox.send(message)
 
     def flush(self) -> None:
@@ -454,4 +448,5 @@ class Caller:
         self._give_up()
         if self._outbox is not None:
             self._outbox.link.close()
+            self._outbox = None
         self._share(None)
