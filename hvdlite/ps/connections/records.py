@@ -40,10 +40,12 @@ class Records:
     Its methods are called by one thread, but `close`.
     """
 
-    def __init__(self, timeline: Timeline | None = None, rows: TextIO | None = None) -> None:
-        self._timeline = timeline
+    def __init__(
+        self, timeline: Timeline | None = None, rows: TextIO | None = None, *,
+        owns_timeline: bool = False,
+    ) -> None:  # fmt: skip
+        self._timeline, self._owns_timeline = timeline, owns_timeline
         self._file = rows
-        self._own_timeline = False
         self._lock = threading.Lock()  # Guards the file.
         self._since: dict[tuple[str, str, str], float] = {}
         # By kind: how many have ended, their bytes and seconds. None before the first `counts`.
@@ -101,7 +103,7 @@ class Records:
                 csv.writer(self._file).writerow(row)
 
     def close(self) -> None:
-        if self._own_timeline and self._timeline is not None:
+        if self._owns_timeline and self._timeline is not None:
             self._timeline.close()
         with self._lock:
             file, self._file = self._file, None
@@ -129,9 +131,7 @@ class Records:
             except OSError as error:
                 why = f"{role} {number} cannot write {TRACE}: {error.strerror}"
                 raise OSError(error.errno, why, name) from None
-        made = cls(timeline, rows)
-        made._own_timeline = owns
-        return made
+        return cls(timeline, rows, owns_timeline=owns)
 
 
 OFF = Records()

@@ -7,14 +7,14 @@ layout when the scheduler says that it counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
-from hvdlite.ps.connections.messages import SERVER, Answer, Message, answer_to
+from hvdlite.ps.connections.messages import SERVER, Answer, Message, answer_to, ignore
 from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler.registry import is_change_awaited
 from hvdlite.ps.server.server import Server
@@ -36,7 +36,7 @@ class Migration:
         self._takes: dict[int, dict[tuple[str, int], SavedTable]] = {}  # Of each change.
         self._deliveries: dict[str, _Delivery] = {}  # By address.
         self._staged: list[SavedTable] | None = None
-        self._has_told = False  # The scheduler what this server has, for the border.
+        self._has_told = False  # It has told the scheduler what it has, for the border.
         self._is_awaited = False  # A change waits until all have begun their tables.
         # What the scheduler has been told: the layout, and tables that have begun.
         self._told_layout, self._told = 0, set[str]()
@@ -58,7 +58,13 @@ class Migration:
         if change["identity"] != self._identity:
             self._begin(change["identity"])
         if change["is_quiet"] and not self._has_told and self._number < change["old_servers"]:
-            self._say_stand()
+            # No push is under way: it says which steps of each table are here.
+            self._has_told = True
+            tables = [
+                [name, table.version, sorted(table.clocks.finished.items())]
+                for name, table in self._server.tables.items()
+            ]
+            self._ask_scheduler("stand", tables=tables)
         if self._plan is None or change["borders"] is None or self._staged is not None:
             return
         if self._number < change["old_servers"]:
@@ -126,18 +132,13 @@ class Migration:
         self._deliveries = {}
         self._takes = {other: takes for other, takes in self._takes.items() if other >= identity}
         if identity:
-            message = Message("plan", body={"change": identity})
-            self._client.call(lambda: self._request(message, self._hear_plan))
+            self._ask_scheduler("plan", self._hear_plan)
 
-    def _say_stand(self) -> None:
-        """Say which steps of each table are here, while no push is under way."""
-        self._has_told = True
-        tables = [
-            [name, table.version, sorted(table.clocks.finished.items())]
-            for name, table in self._server.tables.items()
-        ]
-        message = Message("stand", body={"change": self._identity, "tables": tables})
-        self._client.call(lambda: self._request(message, lambda _answer: None))
+    def _ask_scheduler(
+        self, kind: str, done: Callable[[Message], None] = ignore, **body: Any
+    ) -> None:
+        message = Message(kind, body={"change": self._identity, **body})
+        self._client.call(lambda: self._request(message, done))
 
     def _hear_plan(self, message: Message) -> None:
         """Note what is to be done, in the client; the server's thread looks at it later."""
@@ -195,8 +196,7 @@ class Migration:
                 self._staged.append(self._next_table(layout, shares))
         for saved in self._staged:
             self._server.save_next(saved)
-        message = Message("ready", body={"change": self._identity})
-        self._client.call(lambda: self._request(message, lambda _answer: None))
+        self._ask_scheduler("ready")
 
     def _next_table(self, layout: Layout, sources: Sequence[SavedTable]) -> SavedTable:
         # What a server has itself counts before what others say.

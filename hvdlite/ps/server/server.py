@@ -273,22 +273,15 @@ class Server:
             table = self._new_table(TableDescription(message.table, message.body["table"]))
             self.make_load()
         elif (version := message.body.get("goes_back")) is not None and not table.has(version):
-            table = self._gone_back(table, version)
+            # Another server has gone back to that version. Without a snapshot of it, this one goes
+            # on with what it has.
+            folder = self._snapshots
+            snapshot = None if folder is None else folder.go_back(table.name, version, self.layout)
+            if snapshot is not None:
+                table = self._new_table(table.described)
+                table.restore(snapshot.saved, goes_back=True)
+                self._saved[table.name] = version
         return table.start(peer, worker, message, self.workers)
-
-    def _gone_back(self, table: Table, version: int) -> Table:
-        """Return a table as it was at a version that another server has gone back to.
-
-        Without a snapshot of it, this server goes on with what it has.
-        """
-        folder = self._snapshots
-        snapshot = None if folder is None else folder.go_back(table.name, version, self.layout)
-        if snapshot is None:
-            return table
-        older = self._new_table(table.described)
-        older.restore(snapshot.saved, goes_back=True)
-        self._saved[table.name] = version
-        return older
 
     def _ask_table(self, peer: bytes, message: Message) -> list[Answer]:
         """Let a table answer a worker that takes part in it."""
