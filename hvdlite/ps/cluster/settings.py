@@ -75,16 +75,26 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
             "HVDLITE_PS_CURVE=1 makes keys of HVDLITE_PS_TOKEN, which is not set: give all "
             "processes the same"
         )
+    scheduler = _scheduler(environ)
+    servers, workers = _count(environ, "num_servers"), _count(environ, "num_workers")
+    kind = environ.get("HVDLITE_PS_WORKERS", "independent")
+    if kind not in ("mpi", "independent"):
+        raise ConfigError(f"HVDLITE_PS_WORKERS={kind}: give mpi or independent")
+    number = environ.get("HVDLITE_NODE_NUMBER", "")
+    if number and not number.isdecimal():
+        raise ConfigError(
+            f"HVDLITE_NODE_NUMBER={number}: give a number among those of this role, 0 or more"
+        )
     return ClusterSettings(
         role=_ROLES[role],
-        scheduler=_scheduler(environ),
-        num_servers=_count(environ, "num_servers"),
-        num_workers=_count(environ, "num_workers"),
+        scheduler=scheduler,
+        num_servers=servers,
+        num_workers=workers,
         node_id=_find(environ, "node_id")[1],
         token=environ.get("HVDLITE_PS_TOKEN", "").encode(),
-        independent=_independent(environ),
+        independent=kind == "independent",
         curve=curve,
-        number=_number(environ),
+        number=int(number) if number else None,
         joins=_flag(environ, "HVDLITE_PS_JOIN", "join a job that runs"),
         **_from_config(environ),
     )
@@ -121,21 +131,6 @@ def _count(environ: Mapping[str, str], what: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{name}={text}: give how many there are, 1 or more")
     return int(text)
-
-
-def _number(environ: Mapping[str, str]) -> int | None:
-    name = "HVDLITE_NODE_NUMBER"
-    text = environ.get(name, "")
-    if text and not text.isdecimal():
-        raise ConfigError(f"{name}={text}: give a number among those of this role, 0 or more")
-    return int(text) if text else None
-
-
-def _independent(environ: Mapping[str, str]) -> bool:
-    text = environ.get("HVDLITE_PS_WORKERS", "independent")
-    if text not in ("mpi", "independent"):
-        raise ConfigError(f"HVDLITE_PS_WORKERS={text}: give mpi or independent")
-    return text == "independent"
 
 
 def _flag(environ: Mapping[str, str], name: str, what: str) -> bool:

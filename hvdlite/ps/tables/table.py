@@ -235,7 +235,9 @@ class Table:
     def offer(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Begin with the values of a worker, unless the table has begun."""
         if self.begun:  # The answer was lost, or others had newer values.
-            if message.body.get(REPLACES) and self._is_unread():
+            pushed = self.version or any(self.clocks.finished.values()) or self.clocks.present
+            is_unread = self._of is not None and not pushed and not self._given
+            if message.body.get(REPLACES) and is_unread:
                 self.updater.begin(self._first_values_of(worker, message))
                 self._sent.clear()
             body = {"clock": self.clocks.enter(worker), "is_known": True, "of": self._of}
@@ -271,11 +273,6 @@ class Table:
             block.view(data).copy()
             for block, data in zip(self.blocks, message.payloads, strict=True)
         ]
-
-    def _is_unread(self) -> bool:
-        """Return whether nobody has pulled the first values, or pushed to them."""
-        pushed = self.version or any(self.clocks.finished.values()) or self.clocks.present
-        return self._of is not None and not pushed and not self._given
 
     def _begin(self) -> list[Answer]:
         self.begun = True
