@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -283,3 +284,24 @@ def test_a_timer_wakes_the_thread_once() -> None:
     assert over.wait(20)
     client.close()
     assert 10 <= ticks[11] - ticks[1] < 15
+
+
+def test_a_connection_serves_a_thread_that_is_connected_before_it_is_whole() -> None:
+    """As where the thread that makes it is held up, and the client's has dialled meanwhile."""
+    heard: list[Message] = []
+
+    class Hasty:
+        sharing = None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "connected":
+                value()
+                self.received(Message("beat", 7))
+
+        def send(self, message: Message) -> None:
+            heard.append(message)
+
+    connection = Connection(Hasty(), time.monotonic)  # type: ignore[arg-type]
+    connection.send(Message("hello"))
+    assert heard == [Message("hello", 1)]

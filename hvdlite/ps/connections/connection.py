@@ -30,7 +30,6 @@ class Connection:
 
     def __init__(self, caller: Caller, now: Callable[[], float]) -> None:
         self.caller = caller
-        caller.received, caller.connected = self.take, self.send_again
         self.receive: Callable[[Message], None] = ignore  # Gets each answer once.
         self.news: Callable[[Message], None] = ignore  # Gets what answers no request.
         self.heard = now()  # When the last message came.
@@ -42,6 +41,8 @@ class Connection:
         self._look_at = math.inf  # Before that, nothing is to be sent again.
         # The bytes of the last answer to such a request for a table.
         self._answer_bytes: dict[tuple[str, str], int] = {}
+        # Last, as the thread of the caller may be connected already.
+        caller.received, caller.connected = self.take, self.send_again
 
     def send(self, message: Message) -> int:
         """Send a request until it is answered; return its id."""
