@@ -14,18 +14,22 @@ from hvdlite.common.tensors.numpy_adapter import read_splits
 from hvdlite.torch.devices import Device, HostDevice, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
 
-
-def _increments_many() -> bool:
-    """Return whether torch takes several tensors at once, which it does not from the beginning."""
-    try:
-        torch.autograd.graph.increment_version([])
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-_INCREMENTS_MANY = _increments_many()
 _increment_version = torch.autograd.graph.increment_version
+
+
+def _increment_one_by_one(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        _increment_version(tensor)
+
+
+# Lets autograd know that tensors have changed.
+increment_versions: Callable[[Sequence[torch.Tensor]], None]
+try:
+    _increment_version([])
+except (RuntimeError, TypeError):  # Before PyTorch 2.5.
+    increment_versions = _increment_one_by_one
+else:
+    increment_versions = _increment_version
 # A tensor of a subclass may keep its values elsewhere.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -126,11 +130,8 @@ class TorchAdapter:
         if len(written) < len(tensors) or not self._host_is_memory:
             for tensor in tensors:
                 self.finish(tensor)
-        elif _INCREMENTS_MANY:
-            _increment_version(written)
         else:
-            for tensor in written:
-                _increment_version(tensor)
+            increment_versions(written)
 
     def _device(self, tensor: torch.Tensor) -> Device:
         return self._host if tensor.is_cpu else self._find(tensor.device.type)

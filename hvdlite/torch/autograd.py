@@ -31,22 +31,17 @@ def untraced(function: F) -> F:
             return disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
-    _leave_out(call)
-    return call  # type: ignore[return-value]
-
-
-def _leave_out(function: Any) -> None:
-    """Let the compiler neither trace a function nor compile it, or what it calls, by itself.
-
-    A function that is left out only while it is compiled would be compiled again for each name of a
-    tensor, until the compiler gives it up with a warning. PyTorch before 2.7 cannot be told so.
-    """
+    # The compiler shall not compile it, or what it calls, by itself either. Else it would do so
+    # again for each name of a tensor, until it gives up with a warning. PyTorch before 2.7 cannot
+    # be told so.
     found: Any = eval_frame
+    hidden: Any = call
     if hasattr(found, "set_code_exec_strategy"):
         skip = found._FrameAction.SKIP
         strategy = found._FrameExecStrategy(skip, skip)
-        found.set_code_exec_strategy(function.__code__, strategy)
-        function._torchdynamo_disable = True
+        found.set_code_exec_strategy(hidden.__code__, strategy)
+        hidden._torchdynamo_disable = True
+    return hidden  # type: ignore[no-any-return]
 
 
 class _Collective(torch.autograd.Function):
@@ -58,17 +53,15 @@ class _Collective(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.adjoint = adjoint
         outputs = tuple(forward(list(tensors)))
-        ctx.mark_non_differentiable(*(output for output in outputs if not _has_gradient(output)))
+        ctx.mark_non_differentiable(
+            *(each for each in outputs if not (each.is_floating_point() or each.is_complex()))
+        )
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         return None, None, *ctx.adjoint(list(gradients))
-
-
-def _has_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class TorchRunner(EngineRunner[torch.Tensor]):

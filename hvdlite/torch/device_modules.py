@@ -8,18 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-
-class Event(Protocol):
-    """A point in a stream, as ``torch.cuda.Event``."""
-
-    def record(self, stream: Any) -> None:
-        """Mark the work that is queued on `stream` so far."""
-
-    def query(self) -> bool:
-        """Return whether that work is complete."""
-
-    def synchronize(self) -> None:
-        """Sleep until that work is complete."""
+from hvdlite.common.devices.interface import Event
 
 
 class Streams(Protocol):
@@ -39,14 +28,14 @@ class Streams(Protocol):
         """Return a context in which the calling thread uses `stream`."""
 
 
-def new_event(streams: Streams) -> Event:
-    """Return an event for which threads sleep, where the device module has the choice."""
-    event: Event
+def event_on(streams: Streams, stream: Any) -> Event:
+    """Return an event after all work that is queued on a stream, for which threads sleep."""
     try:
         event = streams.Event(blocking=True)
     except TypeError:  # As torch.xpu: its threads always sleep.
         event = streams.Event()
-    return event
+    event.record(stream)
+    return event  # type: ignore[no-any-return]
 
 
 def accelerator_kind() -> str | None:
@@ -60,9 +49,6 @@ def accelerator_kind() -> str | None:
     return str(accelerator.type)
 
 
-_NEEDED = ("Stream", "Event", "current_stream", "stream")
-
-
 def streams_of(kind: str) -> Streams:
     """Return the device module of a torch device type, such as ``torch.cuda`` or ``torch.npu``.
 
@@ -72,7 +58,8 @@ def streams_of(kind: str) -> Streams:
         module: Any = torch.get_device_module(kind)
     except RuntimeError:
         module = None
-    missing = [name for name in _NEEDED if not hasattr(module, name)]
+    needed = "Stream", "Event", "current_stream", "stream"
+    missing = [name for name in needed if not hasattr(module, name)]
     if missing:
         lacks = f"torch.{kind} has no {', '.join(missing)}" if module else f"no module torch.{kind}"
         raise ValueError(

@@ -27,10 +27,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvdlite.common.devices.interface import Event
 from hvdlite.common.runtime.current import find
 from hvdlite.common.tensors.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, numpy_dtype
 from hvdlite.common.tensors.result_memory import result_memory
-from hvdlite.torch.device_modules import Event, Streams, new_event, pins, streams_of
+from hvdlite.torch.device_modules import Streams, event_on, pins, streams_of
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
 
 
@@ -129,7 +130,9 @@ class StagedDevice:
         if self.home is None:
             self.home = tensor.device
         direct = self._is_direct(self.name)
-        staged = _DeviceInput(self, tensor, self.at_home(tensor) if direct else None)
+        flat = self.at_home(tensor) if direct else None
+        ready = event_on(self._streams, self._streams.current_stream(tensor.device))
+        staged = _DeviceInput(self, tensor, flat, ready)
         if not direct:
             staged.stage()
         return staged
@@ -153,14 +156,6 @@ class StagedDevice:
         """Return a buffer whose pinned memory `commit` starts to copy into the tensor."""
         return _DeviceOutput(self, tensor)
 
-    def output_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return flat memory at home for the values of a tensor: its own where possible."""
-        home = self.home or tensor.device
-        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if plain and tensor.device == home:
-            return tensor.data.view(-1)
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, device=home)
-
     def copy_in(self, tensor: torch.Tensor, ready: Event) -> tuple[torch.Tensor, Event]:
         """Start to copy a tensor to pinned memory when it is ready; return that, and an event."""
         stream = self._copy_stream(tensor.device)
@@ -169,14 +164,14 @@ class StagedDevice:
         with self._streams.stream(stream):
             host.copy_(tensor, non_blocking=True)
         self.keep_until_done(tensor, stream)
-        return host, self._event_on(stream)
+        return host, event_on(self._streams, stream)
 
     def copy_out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Start to copy pinned memory to the device. Engine thread."""
         stream = self._copy_stream(tensor.device)
         with self._streams.stream(stream):
             tensor.data.copy_(host, non_blocking=True)
-        self.written_by(tensor, self._event_on(stream))
+        self.written_by(tensor, event_on(self._streams, stream))
 
     def written_by(self, tensor: torch.Tensor, event: Event) -> None:
         """Remember when a tensor may be read."""
@@ -199,20 +194,11 @@ class StagedDevice:
         """Return memory of the host for the values of a tensor."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
 
-    def ready_event(self, tensor: torch.Tensor) -> Event:
-        """Return an event after the caller's work that is queued so far."""
-        return self._event_on(self._streams.current_stream(tensor.device))
-
     def _copy_stream(self, device: torch.device) -> Any:
         with self._lock:
             if device not in self._copy_streams:
                 self._copy_streams[device] = self._streams.Stream(device)
             return self._copy_streams[device]
-
-    def _event_on(self, stream: Any) -> Event:
-        event = new_event(self._streams)
-        event.record(stream)
-        return event
 
 
 class _DeviceInput:
@@ -221,12 +207,12 @@ class _DeviceInput:
     __slots__ = ("_device", "_flat", "_host", "_staged", "_tensor", "ready")
 
     def __init__(
-        self, device: StagedDevice, tensor: torch.Tensor, flat: torch.Tensor | None
+        self, device: StagedDevice, tensor: torch.Tensor, flat: torch.Tensor | None, ready: Event
     ) -> None:
-        self._device, self._tensor, self._flat = device, tensor, flat
+        """Keep `flat`, the tensor at home, if it is there yet; `ready` comes after its values."""
+        self._device, self._tensor, self._flat, self.ready = device, tensor, flat, ready
         self._host: torch.Tensor | None = None
         self._staged: Event | None = None
-        self.ready = device.ready_event(tensor)
 
     @property
     def on_device(self) -> _DeviceInput:
@@ -295,8 +281,15 @@ class _DeviceOutput:
 
     @property
     def buffer(self) -> torch.Tensor:
+        """Flat memory at home for the values of the tensor: its own where possible."""
         if self._buffer is None:
-            self._buffer = self._device.output_buffer(self._target)
+            target, home = self._target, self._device.home or self._target.device
+            plain = target.is_contiguous() and not (target.is_conj() or target.is_neg())
+            self._buffer = (
+                target.data.view(-1)
+                if plain and target.device == home
+                else torch.empty(target.numel(), dtype=target.dtype, device=home)
+            )
         return self._buffer
 
     def unpack(self) -> None:

@@ -32,6 +32,7 @@ _NAMES = (
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in _NAMES if hasattr(torch, name)
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:

@@ -12,19 +12,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
 from hvdlite.common.devices.interface import Communicator
 from hvdlite.common.devices.nccl.library import may_share_devices
 from hvdlite.common.settings.config import Config
-from hvdlite.torch.accelerators.context import HostContext, TorchContext
+from hvdlite.torch.accelerators.context import HostContext, TorchContext, context_of
 from hvdlite.torch.accelerators.store import StoreClient, StoreServer
-from hvdlite.torch.device_modules import accelerator_kind, streams_of
+from hvdlite.torch.device_modules import accelerator_kind
 from hvdlite.torch.devices import HOST_AS_DEVICE
 
 GLOO = "gloo"
@@ -79,11 +80,7 @@ class C10dLibrary:
         """Return the context of `device`, or of the one that the local rank has."""
         if self.device_kind == HOST_AS_DEVICE:
             return HostContext()
-        streams: Any = streams_of(self.device_kind)
-        if device is None:
-            number = local_rank % max(streams.device_count(), 1)
-            device = torch.device(self.device_kind, number)
-        return TorchContext(device, streams)
+        return context_of(self.device_kind, device, local_rank)
 
     def unique_id(self) -> bytes:
         """Serve a store; return where it is."""
@@ -161,31 +158,32 @@ class C10dCommunicator:
     ) -> None:
         """Reduce over all members."""
         _copy(source, target)
-        self._do(lambda: self._group.allreduce([target], _options("Allreduce", reduceOp=_OPS[op])))
+        options = _options(c10d.AllreduceOptions, reduceOp=_OPS[op])
+        self._do(lambda: self._group.allreduce([target], options))
 
     def reduce(
         self, source: torch.Tensor, target: torch.Tensor, op: ReduceOp, root: int, stream: Any
     ) -> None:
         """Reduce to the member at `root`."""
         _copy(source, target)
-        options = _options("Reduce", reduceOp=_OPS[op], rootRank=root, rootTensor=0)
+        options = _options(c10d.ReduceOptions, reduceOp=_OPS[op], rootRank=root, rootTensor=0)
         self._do(lambda: self._group.reduce([target], options))
 
     def broadcast(self, buffer: torch.Tensor, root: int, stream: Any) -> None:
         """Copy the buffer of the member at `root` to all."""
-        options = _options("Broadcast", rootRank=root, rootTensor=0)
+        options = _options(c10d.BroadcastOptions, rootRank=root, rootTensor=0)
         self._do(lambda: self._group.broadcast([_bytes(buffer)], options))
 
     def allgather(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
         """Gather as many elements from each member."""
         given, taken = _bytes(source), _bytes(target)
-        self._do(lambda: self._group._allgather_base(taken, given, _options("Allgather")))
+        self._do(lambda: self._group._allgather_base(taken, given, _options(c10d.AllgatherOptions)))
 
     def reducescatter(
         self, source: torch.Tensor, target: torch.Tensor, op: ReduceOp, stream: Any
     ) -> None:
         """Reduce, and give each member its part."""
-        options = _options("ReduceScatter", reduceOp=_OPS[op])
+        options = _options(c10d.ReduceScatterOptions, reduceOp=_OPS[op])
         self._do(lambda: self._group._reduce_scatter_base(target, source, options))
 
     def alltoall(
@@ -200,7 +198,7 @@ class C10dCommunicator:
         size = source.element_size()
         sent, received = ([n * size for n in each] for each in (send_counts, receive_counts))
         given, taken = _bytes(source), _bytes(target)
-        options = _options("AllToAll")
+        options = _options(c10d.AllToAllOptions)
         self._do(lambda: self._group.alltoall_base(taken, given, received, sent, options))
 
     def _do(self, call: Callable[[], Any]) -> None:
@@ -278,13 +276,8 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.view(torch.uint8)
 
 
-@cache
-def _options_class(name: str) -> Any:
-    return getattr(torch._C._distributed_c10d, f"{name}Options")
-
-
-def _options(name: str, **values: Any) -> Any:
-    options = _options_class(name)()
+def _options(kind: Any, **values: Any) -> Any:
+    options = kind()
     for key, value in values.items():
         setattr(options, key, value)
     return options
@@ -294,28 +287,24 @@ def _maker(backend: str) -> Maker | None:
     """Return what makes a group of a backend; None where this build of torch lacks it."""
     plug_in = dist.Backend._plugins.get(backend.upper())
     if plug_in is not None:
-        return lambda store, rank, size, timeout: _of_plug_in(plug_in, store, rank, size, timeout)
-    made: Any = getattr(dist, f"ProcessGroup{_CLASSES.get(backend, backend.upper())}", None)
-    if made is None:
-        return None
-    if backend == GLOO:
+        return partial(_of_plug_in, plug_in)
+    name = "Gloo" if backend == GLOO else backend.upper()
+    made: Any = getattr(dist, f"ProcessGroup{name}", None)
+    if made is None or backend == GLOO:
         return made  # type: ignore[no-any-return]
-    return lambda store, rank, size, timeout: _with_options(made, store, rank, size, timeout)
 
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = made.Options()
+        options._timeout = timeout
+        return made(store, rank, size, options)
 
-_CLASSES = {GLOO: "Gloo"}
-
-
-def _with_options(made: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    options = made.Options()
-    options._timeout = timeout
-    return made(store, rank, size, options)
+    return make
 
 
 def _of_plug_in(plug_in: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     if not plug_in.extended_api:
         return plug_in.creator_fn(store, rank, size, timeout)
-    options = torch._C._distributed_c10d._DistributedBackendOptions()
+    options = c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, rank, size
     options.timeout, options.group_id = timeout, "hvdlite"
     options.global_ranks_in_group = list(range(size))

@@ -21,8 +21,8 @@ from hvdlite.common.devices.nccl.cudart import begin_thread
 from hvdlite.common.devices.nccl.library import KIND
 from hvdlite.common.meeting.placement import host_identity
 from hvdlite.common.settings.config import Config
-from hvdlite.torch.device_modules import Streams, new_event, pins
-from hvdlite.torch.dtypes import DTYPE_NAMES, as_array
+from hvdlite.torch.device_modules import Streams, event_on, pins, streams_of
+from hvdlite.torch.dtypes import DTYPES, as_array
 
 Work = Callable[[], object]
 
@@ -116,9 +116,6 @@ class HostStreams:
         return 1
 
 
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
 class TorchContext:
     """A device of a kind that has a module like ``torch.cuda``."""
 
@@ -158,9 +155,7 @@ class TorchContext:
 
     def record(self, stream: Any) -> Event:
         """Return an event after all work that is queued on a stream."""
-        event = new_event(self._streams)
-        event.record(stream)
-        return event
+        return event_on(self._streams, stream)
 
     def record_timed(self, stream: Any) -> TimedEvent:
         """Return an event that knows when it occurs."""
@@ -195,6 +190,14 @@ class TorchContext:
     def keep(self, buffer: torch.Tensor, stream: Any) -> None:
         """Keep the allocator from giving the memory away before `stream` is done."""
         buffer.record_stream(stream)
+
+
+def context_of(kind: str, device: Any, local_rank: int) -> TorchContext:
+    """Return the context of `device`, or of the one of this kind that the local rank has."""
+    streams: Any = streams_of(kind)
+    if device is None:
+        device = torch.device(kind, local_rank % max(streams.device_count(), 1))
+    return TorchContext(device, streams)
 
 
 class _Timed:

@@ -54,7 +54,9 @@ class GraphCollectives:
         self._streams = streams or streams_of(found.device_kind)
         self._library = found
         self._context: Context = found.context(device, local_rank())
-        members = _members(process_set)
+        runtime = current()
+        ranks = members_of(runtime, "graph collectives", process_set)
+        members = Members(ranks, ranks.index(runtime.rank), runtime.topology.restrict(ranks))
         outcome = connect(
             found,
             self._context,
@@ -65,7 +67,7 @@ class GraphCollectives:
         if outcome.communicator is None:
             raise HorovodInternalError(outcome.reason)
         self._communicator: Communicator = outcome.communicator
-        self._rank, self._members = current().rank, members
+        self._rank, self._members = runtime.rank, members
 
     def allreduce_(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.AVERAGE) -> torch.Tensor:
         """Reduce a contiguous tensor in place; return it. Averages need a dtype of floats."""
@@ -153,10 +155,3 @@ class GraphCollectives:
                 f" of one dtype; not {counts[0]} of {larger.dtype} and {counts[1]} of "
                 f"{smaller.dtype}"
             )
-
-
-def _members(process_set: ProcessSet) -> Members:
-    """Return the members of a process set. Raises `ValueError` where this rank is none."""
-    runtime = current()
-    ranks = members_of(runtime, "graph collectives", process_set)
-    return Members(ranks, ranks.index(runtime.rank), runtime.topology.restrict(ranks))

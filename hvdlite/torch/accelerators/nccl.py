@@ -10,8 +10,7 @@ import torch
 from hvdlite.common.devices.nccl.binding import Nccl
 from hvdlite.common.devices.nccl.library import KIND, NcclLibrary, may_share_devices
 from hvdlite.common.settings.config import Config
-from hvdlite.torch.accelerators.context import TorchContext
-from hvdlite.torch.device_modules import streams_of
+from hvdlite.torch.accelerators.context import TorchContext, context_of
 from hvdlite.torch.dtypes import DTYPE_NAMES
 
 
@@ -28,10 +27,7 @@ class TorchFramework:
 
     def context(self, device: Any, local_rank: int) -> TorchContext:
         """Return the context of `device`, or of the one that the local rank has."""
-        streams: Any = streams_of(KIND)
-        if device is None:
-            device = torch.device(KIND, local_rank % max(streams.device_count(), 1))
-        return TorchContext(device, streams)
+        return context_of(KIND, device, local_rank)
 
     def using(self, context: TorchContext) -> AbstractContextManager[Any]:
         """Return a context manager in which the thread uses the device."""

@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_map
 from hvdlite.checkpoint.keys import nested
 from hvdlite.checkpoint.manifest import Manifest, Place, Record
 from hvdlite.checkpoint.tensors import Context
-from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.dtypes import DTYPES
 
 _ARRAYS = (torch.Tensor, np.ndarray, np.generic)
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def complete_parameters(
@@ -121,9 +120,9 @@ def _new(parameter: torch.Tensor, of_parameter: Record | None, record: Record) -
     """Return a tensor for a state, as large as the part of its parameter where it is cut alike."""
     full_shape = tuple(parameter.shape) if of_parameter is None else of_parameter.shape
     if record.shape == full_shape:
-        return torch.zeros_like(parameter, dtype=_DTYPES[record.dtype], requires_grad=False)
+        return torch.zeros_like(parameter, dtype=DTYPES[record.dtype], requires_grad=False)
     return _zeros(record)
 
 
 def _zeros(record: Record) -> torch.Tensor:
-    return torch.zeros(record.shape, dtype=_DTYPES[record.dtype])
+    return torch.zeros(record.shape, dtype=DTYPES[record.dtype])

@@ -29,8 +29,7 @@ def test_the_first_tensor_chooses_the_device_and_local_rank_where_there_is_none(
 ) -> None:
     """With `set_device(local_rank)` both are the same device."""
     monkeypatch.setattr(context, "_identity", str)
-    monkeypatch.setattr(c10d, "streams_of", lambda kind: Module())
-    monkeypatch.setattr(nccl, "streams_of", lambda kind: Module())
+    monkeypatch.setattr(context, "streams_of", lambda kind: Module())
     made: Any = nccl.TorchFramework()
     if library == "c10d":
         made = c10d.C10dLibrary("cuda", "nccl", lambda *arguments: None)
@@ -74,7 +73,8 @@ def test_a_tensor_of_another_device_is_copied_to_that_of_the_rank() -> None:
     device.home = torch.device("meta")
     moved = device.at_home(torch.ones(2, 3))
     assert (moved.device.type, moved.shape) == ("meta", (6,))
-    assert device.output_buffer(torch.ones(2, 3)).device.type == "meta"
+    output: Any = device.output(torch.ones(2, 3))
+    assert output.buffer.device.type == "meta"
 
 
 def test_the_device_of_a_tensor_is_known_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

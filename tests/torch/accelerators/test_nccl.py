@@ -25,11 +25,10 @@ from hvdlite.common.devices.nccl.library import KIND, CudaFramework, NcclLibrary
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.runtime.current import current
 from hvdlite.common.settings.config import Config
-from hvdlite.torch.accelerators.context import DTYPES
 from hvdlite.torch.accelerators.graphs import GraphCollectives
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
-from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.dtypes import DTYPE_NAMES, DTYPES
 from tests.common.devices.nccl.fake import Fake
 from tests.ranks import run_ranks
 from tests.torch.accelerators.direct import CountingDevice
