@@ -84,7 +84,10 @@ class OptimizerState:
         """Return the state of `optimizer`; `memory` is the memory of the optimizer's tensors."""
         file = io.BytesIO()
         pickler = _Pickler(file)
-        pickler.dump(_shared_part(optimizer.state_dict()))
+        state = optimizer.state_dict()
+        if "compression" in state:  # Without residuals, which are those of this rank alone.
+            state = {**state, "compression": shared_part(state["compression"])}
+        pickler.dump(state)
         views, memory = _blocks_of(pickler.tensors)
         blocks = [_Block(block.numel(), str(block.device)) for block in memory]
         parameters = [_Parameter.of(parameter) for parameter in _parameters(optimizer)]
@@ -137,13 +140,6 @@ class OptimizerState:
                 optimizer.state[key] = value
 
 
-def _shared_part(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict without residuals, which are those of this rank alone."""
-    if "compression" not in state:
-        return state
-    return {**state, "compression": shared_part(state["compression"])}
-
-
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -171,7 +167,7 @@ def _follow_strides(state: Any, root_parameter: _Parameter, parameter: torch.Ten
 
 def _blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[_View], list[torch.Tensor]]:
     """Return the tensors as views of blocks, and the blocks, which are as small as possible."""
-    spans = [_span(tensor) for tensor in tensors]
+    spans = [span_of(tensor) for tensor in tensors]
     numbers_of_storage: dict[tuple[str, int], list[int]] = {}
     for number, tensor in enumerate(tensors):
         key = str(tensor.device), tensor.untyped_storage().data_ptr()
@@ -189,11 +185,13 @@ def _blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[_View], list[torch
                     tuple(tensor.shape),
                     tensor.stride(),
                 )
-            memory.append(_bytes_of(tensors[merged[0]], begin, end))
+            storage = tensors[merged[0]].untyped_storage()
+            block = torch.empty(0, dtype=torch.uint8, device=tensors[merged[0]].device)
+            memory.append(block.set_(storage, begin, (end - begin,), (1,)))
     return views, memory
 
 
-def _span(tensor: torch.Tensor) -> Span:
+def span_of(tensor: torch.Tensor) -> Span:
     """Return the bytes of its storage from the first to the last element, gaps included."""
     begin = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.numel() == 0:
@@ -213,11 +211,6 @@ def _merge(spans: Iterable[tuple[Span, int]]) -> Iterable[tuple[int, int, list[i
         else:
             merged.append((begin - begin % ALIGNMENT_BYTES, end, [number]))
     return merged
-
-
-def _bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return bytes_.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -265,21 +258,19 @@ def broadcast_parameters(
     tensors or of ``(name, tensor)`` tuples; None among the tensors is left out. Every rank
     gives tensors of the same shapes and dtypes. Raises `ValueError` for anything else.
     """
+    if isinstance(params, Mapping):
+        named: list[Any] = sorted(params.items())
+    elif isinstance(params, list):
+        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}; give a dict or a list")
     handles = [
         mpi_ops.broadcast_async_(tensor, root_rank, name, process_set)
-        for name, tensor in _named(params)
+        for name, tensor in named
         if tensor is not None
     ]
     for handle in handles:
         mpi_ops.synchronize(handle)
-
-
-def _named(params: Any) -> Iterable[tuple[str | None, Any]]:
-    if isinstance(params, Mapping):
-        return sorted(params.items())
-    if isinstance(params, list):
-        return [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
-    raise ValueError(f"invalid params of type: {type(params)}; give a dict or a list")
 
 
 def broadcast_optimizer_state(

@@ -106,7 +106,10 @@ class _SyncBatchNorm(torch.autograd.Function):
         sums = torch.stack([dy.sum(dims, dtype=exact), (dy * centred).sum(dims, dtype=exact)])
         gradients: list[Tensor | None] = [None, None, None]
         if ctx.needs_input_grad[0]:
-            mean_dy, mean_dy_xmu = _total(sums, ctx.process_set) / ctx.count
+            total = mpi_ops.allreduce(
+                sums, name="sync_batch_norm.sum_dy", op=ReduceOp.SUM, process_set=ctx.process_set
+            )
+            mean_dy, mean_dy_xmu = total / ctx.count
             slope = _like(mean_dy_xmu * inverse_std.square(), dy, shape)
             scale = _like(inverse_std if weight is None else inverse_std * weight, dy, shape)
             rest = dy - _like(mean_dy, dy, shape) - centred * slope
@@ -148,12 +151,6 @@ def _whole_batch(input: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor
     mean = (means * counts).sum(0) / total
     squares = ((variances + (means - mean).square()) * counts).sum(0)
     return mean, squares / total, total
-
-
-def _total(sums: Tensor, process_set: ProcessSet) -> Tensor:
-    return mpi_ops.allreduce(
-        sums, name="sync_batch_norm.sum_dy", op=ReduceOp.SUM, process_set=process_set
-    )
 
 
 def _channels(input: Tensor) -> tuple[list[int], list[int]]:

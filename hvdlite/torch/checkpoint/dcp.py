@@ -7,9 +7,12 @@ tensors: load only checkpoints that you trust.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +20,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
 
 from hvdlite.checkpoint import keys, loading, saving, trees
 from hvdlite.checkpoint.job import check_same, place, together
@@ -35,10 +45,10 @@ from hvdlite.checkpoint.tensors import Part, Tensors, kinds_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.layouts.layout import whole
 from hvdlite.common.tensors.adapter import numpy_dtype
-from hvdlite.torch.checkpoint import dcp_files
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor, local
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_tensor
 
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _KEYS = "hvdlite.keys"  # in the `planner_data` of the description: see `Manifest.keys`
 
 
@@ -60,8 +70,7 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
     flat: dict[str, Any] = {}
 
     def prepare() -> dict[str, Keys]:
-        _check_group()
-        _check_no_layouts(layouts)
+        _check(layouts)
         tree = trees.expand(state, tensors, None)
         for name, _ in trees.of_owners(tree, lambda owner: owner.layouts):
             raise ValueError(
@@ -76,11 +85,15 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
             folder.prepare()
         return keys_of_entries
 
+    def write() -> None:
+        planner = _SavePlanner(written)
+        state_dict_saver.save(flat, storage_writer=_Writer(folder.new), planner=planner)
+
     try:
         # Ranks may hold different entries, and rank 0 describes all of them.
         of_ranks = together(what, prepare)
         written = keys_to_json({name: path for each in of_ranks for name, path in each.items()})
-        together(what, lambda: _unwrapped(what, lambda: _save(folder, flat, written)))
+        together(what, lambda: _unwrapped(what, write))
         together(what, lambda: folder.commit() if rank == 0 else None)
     except BaseException:
         if rank == 0:
@@ -110,12 +123,6 @@ class _SavePlanner(DefaultSavePlanner):
         return plans, metadata
 
 
-def _save(folder: Folder, flat: dict[str, Any], written: Mapping[str, Any]) -> None:
-    writer = dcp_files.Writer(folder.new)
-    planner = _SavePlanner(written)
-    state_dict_saver.save(flat, storage_writer=writer, planner=planner)
-
-
 def load(
     folder: Folder,
     state: Any,
@@ -129,8 +136,7 @@ def load(
     plans: list[loading.Plan] = []
 
     def prepare() -> bytes:
-        _check_group()
-        _check_no_layouts(layouts)
+        _check(layouts)
         found = _manifest(_metadata(folder))
         shapes = _ShapesOnly()
         shapes.whole = tensors.whole
@@ -153,7 +159,7 @@ def load(
 
 
 def _load(folder: Folder, flat: dict[str, Any], alone: bool) -> None:
-    reader = dcp_files.Reader(folder.existing())
+    reader = _Reader(folder.existing())
     planner = DefaultLoadPlanner(
         flatten_state_dict=False,
         flatten_sharded_tensors=False,  # which would copy the dict
@@ -192,7 +198,7 @@ def _consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
 def _metadata(folder: Folder) -> Metadata:
     path = folder.existing()
     try:
-        return dcp_files.Reader(path).read_metadata()
+        return _Reader(path).read_metadata()
     except OSError:  # It cannot be read, which is no damage.
         raise
     except Exception as error:  # Damage makes a pickle do anything.
@@ -212,22 +218,19 @@ def _manifest(metadata: Metadata) -> Manifest:
     return Manifest((), records, values, keys_of_json((metadata.planner_data or {}).get(_KEYS, {})))
 
 
-def _check_no_layouts(layouts: Mapping[str, Any] | None) -> None:
-    if layouts:
-        raise ValueError(
-            "layouts are for plain tensors, and DTensors say themselves how they are cut: leave "
-            "layouts out, or call hvd.checkpoint.consolidate() on a checkpoint of DTensors first"
-        )
-
-
-def _check_group() -> None:
-    """Raise `ValueError` unless hvdlite and torch.distributed have the same ranks."""
+def _check(layouts: Mapping[str, Any] | None) -> None:
+    """Raise `ValueError` for layouts, and unless hvdlite and torch.distributed have alike ranks."""
     ranks = place()[1]
     group = dist.get_world_size() if dist.is_initialized() else 1
     if dist.is_initialized() and group != ranks:
         raise ValueError(
             f"torch.distributed has {group} ranks, and hvdlite {ranks}: call "
             "hvd.init_process_group()"
+        )
+    if layouts:
+        raise ValueError(
+            "layouts are for plain tensors, and DTensors say themselves how they are cut: leave "
+            "layouts out, or call hvd.checkpoint.consolidate() on a checkpoint of DTensors first"
         )
 
 
@@ -236,18 +239,70 @@ def _unwrapped(what: str, work: Callable[[], Any]) -> None:
     try:
         work()
     except CheckpointException as error:
-        _raise_first(what, error)
+        rank = place()[0]
+        failures = {at: failure[0] for at, failure in error.failures.items()}
+        at = rank if rank in failures else min(failures)
+        cause = failures[at]
+        if at != rank:
+            raise HorovodInternalError(
+                f"{what}: rank {at} failed: {type(cause).__name__}: {cause}", at, job_goes_on=True
+            ) from None
+        if isinstance(cause, (OSError, ValueError, KeyError, TypeError, MemoryError)):
+            raise cause  # noqa: B904 - it has causes of its own
+        raise ValueError(f"{what}: {type(cause).__name__}: {cause}") from cause
 
 
-def _raise_first(what: str, error: CheckpointException) -> NoReturn:
-    rank = place()[0]
-    failures = {at: failure[0] for at, failure in error.failures.items()}
-    at = rank if rank in failures else min(failures)
-    cause = failures[at]
-    if at != rank:
-        raise HorovodInternalError(
-            f"{what}: rank {at} failed: {type(cause).__name__}: {cause}", at, job_goes_on=True
-        ) from None
-    if isinstance(cause, (OSError, ValueError, KeyError, TypeError, MemoryError)):
-        raise cause
-    raise ValueError(f"{what}: {type(cause).__name__}: {cause}") from cause
+# What DCP says of a file that cannot be written or read, in words that help. DCP pickles an error
+# for the other ranks, without its causes, so it is said where it happens.
+
+
+class _Writer(FileSystemWriter):
+    """Raises `OSError` where a file cannot be written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Write this rank's file."""
+        try:
+            return super().write_data(plan, planner)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the second one.
+            cause: BaseException | None = error  # The first `OSError` among it and its causes.
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is error and cause.errno not in _FULL:
+                raise
+            text = (
+                f"{self.path} could not be written (is the disk full, or a limit on the size of "
+                f"files reached?): {error if cause is None else cause.strerror}"
+            )
+            raise (OSError(text) if cause is None else OSError(cause.errno, text)) from error
+
+
+class _Reader(FileSystemReader):
+    """Raises `ValueError` that names a file which is damaged."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Read what this rank needs."""
+        try:
+            return super().read_data(plan, planner)
+        except (OSError, MemoryError):  # It cannot be read, which is no damage.
+            raise
+        except Exception as error:  # Damage makes a pickle do anything.
+            path = self._damaged(plan)
+            if path is None:
+                raise
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise ValueError(f"{path} is damaged: {reason}") from error
+
+    def _damaged(self, plan: LoadPlan) -> Path | None:
+        """Return the first file of which a part that is needed cannot be read."""
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            path: Path = Path(self.path) / stored.relative_path
+            try:
+                with path.open("rb") as file:
+                    file.seek(stored.offset)
+                    part = io.BytesIO(file.read(stored.length))
+                is_tensor = item.type != LoadItemType.BYTE_IO
+                torch.load(part, map_location="cpu", weights_only=is_tensor)
+            except Exception:
+                return path
+        return None

@@ -12,7 +12,7 @@ from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.elastic.source import check_same_tensors, sync_source
 from hvdlite.common.elastic.state import named_leaves
 from hvdlite.common.runtime.basics import rank
-from hvdlite.torch.elastic.tensors import Snapshot, broadcast_flat
+from hvdlite.torch.elastic.tensors import Snapshot, broadcast_flat, is_plain
 from hvdlite.torch.functions import share_optimizer_state
 from hvdlite.torch.optimizer.reducing_optimizer import ReducingMixin
 
@@ -88,8 +88,16 @@ class ModelStateHandler(StateHandler):
         if not source.takes_part:
             return
         state = self.value.state_dict()
-        tensors = {name: value for name, value in state.items() if _is_flat(value)}
-        check_same_tensors({n: _kind(t) for n, t in tensors.items()}, "model", source)
+        tensors = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and is_plain(value)
+        }
+        kinds = {
+            name: f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+            for name, tensor in tensors.items()
+        }
+        check_same_tensors(kinds, "model", source)
         broadcast_flat([*tensors.values()], "elastic.model", source)
         others = {name: value for name, value in state.items() if name not in tensors}
         if others:
@@ -119,7 +127,12 @@ class OptimizerStateHandler(StateHandler):
     def save(self) -> None:
         """Copy the state dict, in `by_step` the options only."""
         if self.by_step:
-            self._saved.take(_options(self.value))
+            self._saved.take(
+                [
+                    {name: value for name, value in group.items() if name != "params"}
+                    for group in self.value.param_groups
+                ]
+            )
             return
         if self._gathered is None:
             self.gather()
@@ -213,14 +226,6 @@ class OptimizerStateHandler(StateHandler):
                 yield name, leaf
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of the groups, without the parameters."""
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
 class StateDictHandler(StateHandler):
     """Anything with ``state_dict()`` and ``load_state_dict()``: schedulers, gradient scalers."""
 
@@ -269,12 +274,3 @@ class SamplerStateHandler(StateDictHandler):
     def enter_world(self) -> None:
         """Share what is left among the ranks of the new world."""
         self.value.reset()
-
-
-def _is_flat(value: Any) -> bool:
-    """Return whether a value is a tensor that can be a part of a flat buffer."""
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

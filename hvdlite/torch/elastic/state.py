@@ -266,16 +266,16 @@ class TorchState(ObjectState):
         try:
             return super()._copies(values)
         except TypeError:
-            return super()._copies(map_leaves(dict(values), _detached))
+            detached = map_leaves(
+                dict(values),
+                lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf,
+            )
+            return super()._copies(detached)
 
     def _tensors_to_compare(self) -> Iterator[Compared]:
         for name, handler in self._handlers.items():
             for part, tensor in handler.tensors():
                 yield of_tensor(f"{name}.{part}", tensor)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _handler_of(value: Any) -> StateHandler | None:

@@ -80,11 +80,16 @@ class Snapshot:
 
         tree = map_leaves(tree, place)
         kept = [*self._copies, *[None] * (len(tensors) - len(self._copies))]
-        copies = [
-            old if old is not None and _fits(old, tensor) else _buffer(tensor)
-            for old, tensor in zip(kept, tensors, strict=False)
-        ]
-        _copy(copies, tensors)
+        copies = [_buffer(tensor, old) for old, tensor in zip(kept, tensors, strict=False)]
+        plain = [number for number, tensor in enumerate(tensors) if is_plain(tensor)]
+        if plain:
+            torch._foreach_copy_(
+                [copies[number] for number in plain],
+                [tensors[number] for number in plain],
+                non_blocking=True,
+            )
+        for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+            torch.get_device_module(device).synchronize(device)
         self._copies, self._tree = copies, tree
 
     @torch.no_grad()
@@ -100,33 +105,23 @@ class Snapshot:
         )
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor can be a part of a flat buffer."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _fits(kept: Tensor, tensor: Tensor) -> bool:
-    return (
-        _is_plain(tensor)
+def _buffer(tensor: Tensor, kept: Tensor | None) -> Tensor:
+    """Return host memory for a copy: what was kept, where it fits.
+
+    It is page-locked for a tensor on an accelerator, for speed. One that is not plain is copied.
+    """
+    if not is_plain(tensor):
+        return tensor.cpu().clone()
+    if (
+        kept is not None
         and kept.shape == tensor.shape
         and kept.dtype == tensor.dtype
         and kept.stride() == tensor.stride()
-    )
-
-
-def _buffer(tensor: Tensor) -> Tensor:
-    """Return host memory for a copy; page-locked for a tensor on an accelerator, for speed."""
-    if not _is_plain(tensor):
-        return tensor.cpu().clone()
+    ):
+        return kept
     return torch.empty_like(tensor, device="cpu", pin_memory=pins(tensor.device.type))
-
-
-def _copy(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    plain = [number for number, tensor in enumerate(tensors) if _is_plain(tensor)]
-    if plain:
-        torch._foreach_copy_(
-            [copies[number] for number in plain],
-            [tensors[number] for number in plain],
-            non_blocking=True,
-        )
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        torch.get_device_module(device).synchronize(device)
