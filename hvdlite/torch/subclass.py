@@ -19,6 +19,9 @@ from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.common.runtime.process_sets import ProcessSet
 
+# The decorator of torch that calls the user's hooks before and after a step.
+hooked: Any = torch.optim.Optimizer.profile_hook_step
+
 
 class OptimizerMixin(torch.optim.Optimizer):
     """The base of the mixins, which come before the class of the wrapped optimizer."""
@@ -138,24 +141,25 @@ def wrap(
         # optimizer that was wrapped.
         if not callable(getattr(cls, name, None)):
             wrapped.__dict__[name] = value
-    optimizer.register_step_pre_hook(_before_steps(optimizer, reduction))  # Both share their hooks.
-    return wrapped
+    own: Any = optimizer
 
-
-def _before_steps(own: Any, reduction: ReductionConfig) -> Callable[..., None]:
-    """Return a hook that refuses steps of the optimizer `own`; its schedulers hear of others."""
-
-    def check(optimizer: Any, *arguments: Any) -> None:
-        allowed = isinstance(optimizer, OptimizerMixin) and optimizer._step_allowed
+    def check(stepping: Any, *arguments: Any) -> None:
+        allowed = isinstance(stepping, OptimizerMixin) and stepping._step_allowed
         if not allowed and is_initialized() and reduction.active:
             raise RuntimeError(
-                f"this step() of {type(optimizer).__name__} would apply gradients of this rank "
+                f"this step() of {type(stepping).__name__} would apply gradients of this rank "
                 "alone, and the ranks' weights would drift apart: call step() of the optimizer "
                 "that DistributedOptimizer has returned"
             )
         own._opt_called = True  # As its schedulers have its step note: they warn of none.
 
-    return check
+    optimizer.register_step_pre_hook(check)  # Both share their hooks.
+    return wrapped
+
+
+def wrapped_class(optimizer: torch.optim.Optimizer) -> type:
+    """Return the class of an optimizer, or of the one that was wrapped."""
+    return next(cls for cls in type(optimizer).__mro__ if not issubclass(cls, OptimizerMixin))
 
 
 # So many steps without a forward pass of any module end the search for modules, with a warning.
@@ -307,7 +311,12 @@ class IterationHooks:
                 self._resume_search()
             elif self._searching:
                 self._end_search()
-                _warn_unseen()
+                warn_user(
+                    "the iteration trace sees no torch.nn.Module with parameters of the optimizer "
+                    "that is called before a step: put each iteration of the loop into a block "
+                    "'with trace.iteration():', where trace = hvd.trace_iterations(...); the live "
+                    "view takes their number from hvd.progress(total, done)"
+                )
         elif self._searching and (self._found_more or not self._unseen_steps or not began):
             # Otherwise a module that was found before has run, and not the one that is wanted.
             self._unseen_steps = 0
@@ -321,15 +330,6 @@ class IterationHooks:
                 handle.remove()
             self._output_hooks.clear()
             self._with_output_hook.clear()
-
-
-def _warn_unseen() -> None:
-    warn_user(
-        "the iteration trace sees no torch.nn.Module with parameters of the optimizer that is "
-        "called before a step: put each iteration of the loop into a block 'with "
-        "trace.iteration():', where trace = hvd.trace_iterations(...); the live view takes their "
-        "number from hvd.progress(total, done)"
-    )
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:

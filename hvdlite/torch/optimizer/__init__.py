@@ -116,7 +116,9 @@ def DistributedOptimizer(  # noqa: N802
     if op == ReduceOp.ADASUM and (size() > 1 or worlds.elastic()):
         SegmentPlan(reduction, grouped=False).settle()  # Warns where a segmentation was set.
         wrapped = wrap(AdasumMixin, optimizer, reduction)
-        wrapped._set_up(names, reduction, passes)
+        # Kept for callers that read it; see `AdasumMixin.set_backward_passes_per_step`.
+        wrapped.backward_passes_per_step = passes
+        wrapped._parameter_names, wrapped._reduction = names, reduction
     else:
         as_views = gradient_as_bucket_view or bool(fuse_all_optimizer_ops and not objection)
         segments = SegmentPlan(reduction, chosen is not None, as_views)
@@ -205,7 +207,9 @@ def _name_parameters(
 def _resolve_groups(groups: object, names: Names, reduction: ReductionConfig) -> list[list[str]]:
     check_groups(groups, lambda value: isinstance(value, torch.Tensor), "torch.Tensor")
     if isinstance(groups, list):
-        return [_names_of(group, names) for group in groups]
+        if any(parameter not in names for group in groups for parameter in group):
+            raise ValueError("groups has a tensor that is not a parameter of the optimizer")
+        return [[names[parameter] for parameter in group] for group in groups]
     if not isinstance(groups, int):
         return []
     order = [names[parameter] for parameter in names if parameter.requires_grad]
@@ -213,12 +217,6 @@ def _resolve_groups(groups: object, names: Names, reduction: ReductionConfig) ->
         root = min(reduction.process_set.ranks or [0])
         order = broadcast_object(order, root, "groups", reduction.process_set)
     return split_evenly(order, groups)
-
-
-def _names_of(group: Sequence[torch.Tensor], names: Names) -> list[str]:
-    if any(parameter not in names for parameter in group):
-        raise ValueError("groups has a tensor that is not a parameter of the optimizer")
-    return [names[parameter] for parameter in group]
 
 
 __all__ = ["DistributedOptimizer"]

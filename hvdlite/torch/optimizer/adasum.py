@@ -27,19 +27,7 @@ class AdasumMixin(OptimizerMixin):
     _state_is_common = False  # It is made of the gradients of each rank.
     backward_passes_per_step: int
     _reduction: ReductionConfig
-    _names: dict[torch.Tensor, str]
-
-    def _set_up(
-        self, names: dict[torch.Tensor, str], reduction: ReductionConfig, passes: int
-    ) -> None:
-        # Kept for callers that read it; see `set_backward_passes_per_step`.
-        self.backward_passes_per_step = passes
-        self._names = names
-        self._reduction = reduction
-
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        return self._names
+    _parameter_names: dict[torch.Tensor, str]
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Make the wrapped optimizer's step, and replace it by the Adasum of all ranks' steps."""
@@ -69,12 +57,13 @@ class AdasumMixin(OptimizerMixin):
 
     def _combine(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
         compression, process_set = self._reduction.compression, self._reduction.process_set
-        name_new(self.param_groups, self._names)
+        name_new(self.param_groups, self._parameter_names)
         in_flight = []
         for parameter, start in starts.items():
             packed, context = compression.compress(parameter - start)
+            name = self._parameter_names[parameter]
             handle = mpi_ops.allreduce_async_(
-                packed, name=self._names[parameter], op=ReduceOp.ADASUM, process_set=process_set
+                packed, name=name, op=ReduceOp.ADASUM, process_set=process_set
             )
             in_flight.append((parameter, start, packed, context, handle))
         error: HorovodInternalError | None = None

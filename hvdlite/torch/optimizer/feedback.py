@@ -53,7 +53,13 @@ class FeedbackInFlight:
         try:
             check_and_wait(self._pending, self._wait)
             for each in self._pending:
-                _unpack(each)
+                result, gradient = each.packed, each.gradient
+                if gradient.is_sparse:
+                    dense = result.view(gradient.shape).to(gradient.device, gradient.dtype)
+                    gradient = dense.to_sparse(gradient.sparse_dim())
+                elif result is not gradient:
+                    gradient.copy_(result.view(gradient.shape))
+                each.parameter.grad = gradient
         finally:
             for each in self._pending:
                 each.release()
@@ -65,16 +71,6 @@ class FeedbackInFlight:
 
     def leave(self) -> None:
         """Do nothing: what could be sent was sent."""
-
-
-def _unpack(pending: PendingGradient) -> None:
-    result, gradient = pending.packed, pending.gradient
-    if gradient.is_sparse:
-        dense = result.view(gradient.shape).to(gradient.device, gradient.dtype)
-        gradient = dense.to_sparse(gradient.sparse_dim())
-    elif result is not gradient:
-        gradient.copy_(result.view(gradient.shape))
-    pending.parameter.grad = gradient
 
 
 def packed_for(gradient: torch.Tensor) -> torch.Tensor:
@@ -117,9 +113,3 @@ def _with_arrays(saved: Mapping[str, Any], change: Callable[[Any], Any]) -> dict
         else value
         for key, value in saved.items()
     }
-
-
-def feedback_of(reduction: ReductionConfig) -> Feedback | None:
-    """Return the feedback for the compressor of `reduction`, or None where it needs none."""
-    compressor = reduction.compression
-    return Feedback(compressor, reduction) if isinstance(compressor, FeedbackCompressor) else None

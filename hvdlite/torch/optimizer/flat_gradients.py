@@ -114,14 +114,6 @@ class FlatGradients:
             for parameter, view in zip(self.parameters, views, strict=True)
         }
 
-    def _make_view(self, parameter: torch.Tensor) -> torch.Tensor:
-        views = self.layout.views(self.buffer)
-        view = next(
-            view for member, view in zip(self.parameters, views, strict=True) if member is parameter
-        )
-        self._views[parameter] = view, view.data_ptr()
-        return view
-
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the place of its gradient. Raises `KeyError` for one of another segment."""
         return self._views[parameter][0]
@@ -135,7 +127,8 @@ class FlatGradients:
         """
         (view, address), gradient = self._views[parameter], parameter.grad
         if view.data_ptr() != address:  # Module.to() and the like gave it other memory.
-            view = self._make_view(parameter)
+            view = self.layout.view(self.buffer, self._index_of(parameter))
+            self._views[parameter] = view, view.data_ptr()
         if gradient is view:
             return view
         if gradient is None:
@@ -167,10 +160,12 @@ class FlatGradients:
                 "optimizer is wrapped, or wrap an optimizer anew"
             )
 
+    def _index_of(self, parameter: torch.Tensor) -> int:
+        members = enumerate(self.parameters)
+        return next(index for index, member in members if member is parameter)
+
     def _describe(self, parameter: torch.Tensor) -> str:
         name = self._names.get(parameter)
         if name is None:
-            members = enumerate(self.parameters)
-            number = next(number for number, member in members if member is parameter)
-            name = f"parameter {number} of the segment"
+            name = f"parameter {self._index_of(parameter)} of the segment"
         return f"{name}, of shape {tuple(parameter.shape)},"

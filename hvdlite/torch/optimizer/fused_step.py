@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -29,6 +28,7 @@ from hvdlite.torch.optimizer.kernels import (
     kernel_of,
     reason_against_fusing,
 )
+from hvdlite.torch.optimizer.segment_schedule import ParamGroups
 
 Tensor = torch.Tensor
 
@@ -46,11 +46,6 @@ class SegmentParameter:
         # The views that the optimizer's state should have for this parameter, by name, and where
         # each lies: the user may give other memory to the same tensor.
         self.state: dict[str, tuple[Tensor, int]] = {}
-
-    def is_in_buffers(self) -> bool:
-        """Return whether parameter and gradient lie in the buffers: the user replaced neither."""
-        parameter = self.parameter
-        return parameter.grad is self.gradient and parameter.data_ptr() == self.address
 
 
 @dataclass
@@ -111,7 +106,6 @@ class SegmentBuffers:
         return run
 
 
-ParamGroups = list[dict[str, Any]]
 _NO_GROUP = -1  # the group of a parameter that is in no run
 
 
@@ -178,7 +172,9 @@ class FusedStep:
         inputs = membership, names, self._step_versions()
         if inputs != self._planned_for or not self._owns_state():
             self._plan_calls(membership, names, groups)
-        scaler = self._scaler()
+        # What ``torch.amp.GradScaler`` sets on an optimizer made with ``fused=True``.
+        options = "grad_scale", "found_inf"
+        scaler = {name: getattr(self._optimizer, name, None) for name in options}
         for number, runs in self._calls:
             self._kernel.apply(groups[number], runs, scaler)
         has_new_state = self._publish()
@@ -200,7 +196,12 @@ class FusedStep:
         for number, group in enumerate(groups):
             for parameter in group["params"]:
                 member = self._members.get(parameter)
-                if member is not None and member.is_in_buffers():
+                if (
+                    member is not None
+                    # Both lie in the buffers: the user has replaced neither.
+                    and parameter.grad is member.gradient
+                    and parameter.data_ptr() == member.address
+                ):
                     membership[member.number] = number
                 elif parameter.grad is not None:
                     others[number].append(parameter)
@@ -291,11 +292,6 @@ class FusedStep:
                         views = {name: view for name, (view, _) in member.state.items()}
                         self._optimizer.state[member.parameter].update(views)
         return has_new_state
-
-    def _scaler(self) -> dict[str, Any]:
-        """Return what ``torch.amp.GradScaler`` sets on an optimizer made with ``fused=True``."""
-        names = "grad_scale", "found_inf"
-        return {name: getattr(self._optimizer, name, None) for name in names}
 
     def _ordinary_step(self, groups: ParamGroups, parameters: list[list[Tensor]]) -> None:
         """Make the optimizer's own step for these parameters, by groups, without its hooks."""

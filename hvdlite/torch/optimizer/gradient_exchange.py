@@ -20,7 +20,6 @@ import torch
 from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.freed_memory import keep_freed_memory
-from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.gradients.buckets import (
     ENOUGH_BYTES,
@@ -30,10 +29,9 @@ from hvdlite.common.gradients.buckets import (
 )
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.runtime.current import for_collective
-from hvdlite.torch import mpi_ops
+from hvdlite.common.tensors.compression import FeedbackCompressor
 from hvdlite.torch.compression import Compression
-from hvdlite.torch.optimizer.feedback import FeedbackInFlight, feedback_of, packed_for
-from hvdlite.torch.optimizer.flat_gradients import FlatGradients
+from hvdlite.torch.optimizer.feedback import Feedback, FeedbackInFlight, packed_for
 from hvdlite.torch.optimizer.in_flight import (
     CASTS,
     BucketInFlight,
@@ -105,8 +103,15 @@ class Exchange:
 
         The parameter does not keep the exchange alive.
         """
+        reference = weakref.ref(self)
+
+        def note(parameter: torch.Tensor) -> None:
+            exchange = reference()
+            if exchange is not None:
+                exchange.on_gradient(name)
+
         register: Any = parameter.register_post_accumulate_grad_hook
-        return weakref.finalize(self, register(_hook(weakref.ref(self), name)).remove)
+        return weakref.finalize(self, register(note).remove)
 
 
 class GradientExchange(Exchange):
@@ -130,7 +135,10 @@ class GradientExchange(Exchange):
         label = next(iter(names.values()), "")  # This is the same on all ranks.
         self._layouts = Layouts(reduction, label)
         self._label = label
-        self.feedback = feedback_of(reduction)
+        compressor = reduction.compression
+        self.feedback = (
+            Feedback(compressor, reduction) if isinstance(compressor, FeedbackCompressor) else None
+        )
         self.segment_schedule = SegmentSchedule(names, schedule, self._layouts, reduction, segments)
         self._in_flight: list[InFlight | FeedbackInFlight] = []
         self._pending: list[list[PendingGradient]] = []  # buckets, in the order of completion
@@ -181,21 +189,17 @@ class GradientExchange(Exchange):
         trained = [parameter.requires_grad for parameter in parameters]
         if trained == self._trained and all(map(operator.is_, parameters, self._seen)):
             return
-        self._register_hooks()
-        self._seen, self._trained = parameters, trained
-        self._seen_names = [self.names[parameter] for parameter in parameters]
-
-    def _register_hooks(self) -> None:
         for parameter in name_new(self.param_groups, self.names):
             name = self.names[parameter]
             self.segment_schedule.parameter_of[name] = parameter
             self._schedule.add(name)
-        parameters = dict(named_by_position(self.param_groups))
-        for parameter in self._hooked.keys() - parameters.keys():
+        for parameter in self._hooked.keys() - set(parameters):
             self._hooked.pop(parameter)()
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked[parameter] = self.hook(parameter, self.names[parameter])
+        self._seen, self._trained = parameters, trained
+        self._seen_names = [self.names[parameter] for parameter in parameters]
 
     def on_gradient(self, name: str) -> None:
         """Count a pass that has added to this gradient. Runs in the thread of backward."""
@@ -211,41 +215,37 @@ class GradientExchange(Exchange):
             # What ranks do not agree on yet, in the first step of an era, waits for its end.
             begun = self.feedback is None or self.feedback.state.begun
             if begun and segmented:
-                self._send_segment()
+                # The last one is not sent where it is small: the step exchanges it.
+                self._waits_next = self._schedule.is_last(len(self._hooked))
+                try:
+                    self._send()
+                except BaseException:  # A KeyboardInterrupt: the other ranks need what was started.
+                    send_announced(for_collective())
+                    raise
+                finally:
+                    self._waits_next = False
             elif begun and self._pending_bytes >= self._enough_bytes:
                 self._send()
 
-    def _send_segment(self) -> None:
-        """Send a segment that is due, unless it is the last and small: the step exchanges it."""
-        self._waits_next = self._schedule.is_last(len(self._hooked))
-        try:
-            self._send()
-        except BaseException:  # A KeyboardInterrupt: the other ranks need what was started.
-            send_announced(for_collective())
-            raise
-        finally:
-            self._waits_next = False
-
     def _gather(self, bucket: Sequence[str]) -> None:
-        pending = [self._make_pending(name) for name in bucket]
-        self._pending.append(pending)
-        self._pending_bytes += sum(gradient.size_bytes for gradient in pending)
-
-    def _make_pending(self, name: str) -> PendingGradient:
-        parameter = self.segment_schedule.parameter_of[name]
-        if parameter.grad is None:
-            parameter.grad = self._layouts.zeros(name, parameter)
-        gradient = parameter.grad
-        if gradient.requires_grad:
-            raise AssertionError(
-                f"the gradient of {name} has a graph of its own (create_graph=True); "
-                "such gradients cannot be reduced in place"
-            )
-        pending = self._gradients.get(name)
-        if pending is None:
-            pending = self._gradients[name] = PendingGradient(name, parameter)
-        pending.complete(gradient)
-        return pending
+        gathered = []
+        for name in bucket:
+            parameter = self.segment_schedule.parameter_of[name]
+            if parameter.grad is None:
+                parameter.grad = self._layouts.zeros(name, parameter)
+            gradient = parameter.grad
+            if gradient.requires_grad:
+                raise AssertionError(
+                    f"the gradient of {name} has a graph of its own (create_graph=True); "
+                    "such gradients cannot be reduced in place"
+                )
+            pending = self._gradients.get(name)
+            if pending is None:
+                pending = self._gradients[name] = PendingGradient(name, parameter)
+            pending.complete(gradient)
+            gathered.append(pending)
+        self._pending.append(gathered)
+        self._pending_bytes += sum(gradient.size_bytes for gradient in gathered)
 
     def _send(self) -> None:
         """Start the reduction of all pending buckets."""
@@ -299,8 +299,19 @@ class GradientExchange(Exchange):
 
     def _start(self, bucket: Sequence[PendingGradient]) -> None:
         flat = (self.segment_schedule.flat or {}).get(bucket[0].name)
+        compression = self.reduction.compression
         if flat is not None and len(bucket) == len(flat.parameters):
-            self._start_segment(bucket, flat)
+            for gradient in bucket:
+                gradient.move_to(flat)
+            first, packed = bucket[0].name, flat.buffer
+            if compression in CASTS:
+                packed = compression.compress_into(self._packed.get(first), packed)
+                if packed is not flat.buffer:
+                    self._packed[first] = packed
+            options = self._segments.options([first])
+            self._in_flight.append(
+                SegmentInFlight(bucket, flat, packed, options, alone=self._alone)
+            )
             return
         for gradient in bucket:
             self._pack(gradient)
@@ -308,26 +319,13 @@ class GradientExchange(Exchange):
         if dense:
             options = self._segments.options([gradient.name for gradient in dense])
             self._in_flight.append(
-                BucketInFlight(dense, self.reduction.compression, options)
+                BucketInFlight(dense, compression, options)
                 if self.feedback is None
                 else self.feedback.start(dense, options)
             )
         for gradient in bucket:
             if gradient.packed.is_sparse:
                 self._in_flight.append(SparseGradientInFlight(gradient, self.reduction))
-
-    def _start_segment(self, bucket: Sequence[PendingGradient], flat: FlatGradients) -> None:
-        for gradient in bucket:
-            gradient.move_to(flat)
-        first = bucket[0].name
-        packed = flat.buffer
-        compression = self.reduction.compression
-        if compression in CASTS:
-            packed = compression.compress_into(self._packed.get(first), packed)
-            if packed is not flat.buffer:
-                self._packed[first] = packed
-        options = self._segments.options([first])
-        self._in_flight.append(SegmentInFlight(bucket, flat, packed, options, alone=self._alone))
 
     @property
     def _alone(self) -> bool:
@@ -461,16 +459,6 @@ class GradientExchange(Exchange):
         if not self.busy:
             self._schedule.reset()
 
-    def share_loss(self, loss: Any) -> Any:
-        """Return the loss reduced over all ranks, for an optimizer that decides by it."""
-        scaling = self.reduction.scaling
-        if not self.reduction.active or scaling.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            return loss
-        local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu()
-        return mpi_ops.allreduce(
-            local, name="closure.loss", op=scaling.op, process_set=self.reduction.process_set
-        )
-
 
 def _compressed(in_flight: Sequence[InFlight | FeedbackInFlight]) -> list[FeedbackInFlight]:
     return [each for each in in_flight if isinstance(each, FeedbackInFlight)]
@@ -497,14 +485,3 @@ def name_new(param_groups: ParamGroups, names: dict[torch.Tensor, str]) -> list[
         names[parameter] = name
         used.add(name)
     return [*new]
-
-
-def _hook(reference: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:
-    """Return the hook of one parameter, which does not keep the exchange alive."""
-
-    def hook(parameter: torch.Tensor) -> None:
-        exchange = reference()
-        if exchange is not None:
-            exchange.on_gradient(name)
-
-    return hook

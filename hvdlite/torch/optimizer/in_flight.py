@@ -121,27 +121,24 @@ class BucketInFlight:
         """Wait for the results, and write them to the gradients."""
         try:
             check_and_wait(self._pending, self._bucket.wait)
-            for gradient in self._pending:
-                self._unpack(gradient)
+            for pending in self._pending:
+                result, gradient = pending.packed, pending.gradient
+                if result is gradient and pending.context is None and self._compression is _NONE:
+                    continue
+                if gradient.is_sparse or self._compression not in CASTS:
+                    result = self._compression.decompress(result, pending.context)
+                if gradient.is_sparse:
+                    gradient = result.to_sparse(gradient.sparse_dim())
+                elif result is not gradient:
+                    gradient.copy_(result)
+                pending.parameter.grad = gradient
         finally:
-            for gradient in self._pending:
-                gradient.release()
+            for pending in self._pending:
+                pending.release()
 
     def leave(self) -> None:
         """Let the other ranks have these gradients: nobody will wait for them here."""
         self._bucket.send()
-
-    def _unpack(self, pending: PendingGradient) -> None:
-        result, gradient = pending.packed, pending.gradient
-        if result is gradient and pending.context is None and self._compression is _NONE:
-            return
-        if gradient.is_sparse or self._compression not in CASTS:
-            result = self._compression.decompress(result, pending.context)
-        if gradient.is_sparse:
-            gradient = result.to_sparse(gradient.sparse_dim())
-        elif result is not gradient:
-            gradient.copy_(result)
-        pending.parameter.grad = gradient
 
 
 class SegmentInFlight:

@@ -13,15 +13,15 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from hvdlite.torch.functions import span_of
 from hvdlite.torch.optimizer.flat_gradients import FlatGradients
-from hvdlite.torch.subclass import OptimizerMixin
+from hvdlite.torch.subclass import wrapped_class
 
 Group = dict[str, Any]
 # The most elements of a tensor where every operation of a kernel goes over whole tensors. For much
 # larger results the system provides new memory each time; with many small pieces the calls take
 # longer than the work. Measured on ResNet-50 and a small transformer.
 PIECE = 1 << 19
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class OptimizerKernel:
         # others once for each operation. It also rounds once, which would give other results for
         # 16 bits, where the others round after each operation. On other devices torch's default
         # decides, and with it the device of the count of steps.
-        if undecided and on_host and first.dtype not in _SIXTEEN_BITS:
+        if undecided and on_host and first.dtype not in (torch.float16, torch.bfloat16):
             options["fused"] = True
         if on_host and not options.get("fused"):
             runs = [piece for run in runs for piece in run.pieces()]
@@ -145,7 +145,7 @@ def kernel_of(optimizer: torch.optim.Optimizer) -> OptimizerKernel | None:
 
     None for others, those included whose class changes the step of one of them.
     """
-    wrapped = next(cls for cls in type(optimizer).__mro__ if not issubclass(cls, OptimizerMixin))
+    wrapped = wrapped_class(optimizer)
     for kernel in _KERNELS:
         if issubclass(wrapped, kernel.optimizer_class):
             unchanged = all(
@@ -181,7 +181,13 @@ def reason_against_fusing(
         for parameter in group["params"]
     }
     for parameter in parameters:
-        reason = _reason_against_parameter(parameter, parameter in group_of)
+        reason = ""
+        if parameter not in group_of:
+            reason = "is in a segment, but not in the optimizer"
+        elif not parameter.is_floating_point():
+            reason = f"is {parameter.dtype}: flat buffers are for real numbers"
+        elif type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+            reason = f"is a {type(parameter.data).__name__} of layout {parameter.layout}"
         if reason:
             return f"a parameter of shape {tuple(parameter.shape)} {reason}"
     neighbours = (pair for flat in segments for pair in pairwise(flat.parameters))
@@ -190,25 +196,14 @@ def reason_against_fusing(
     return _reason_against_memory(parameters)
 
 
-def _reason_against_parameter(parameter: torch.Tensor, in_optimizer: bool) -> str:
-    if not in_optimizer:
-        return "is in a segment, but not in the optimizer"
-    if not parameter.is_floating_point():
-        return f"is {parameter.dtype}: flat buffers are for real numbers"
-    if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
-        return f"is a {type(parameter.data).__name__} of layout {parameter.layout}"
-    return ""
-
-
 def _reason_against_memory(parameters: Sequence[torch.Tensor]) -> str:
     """Object to parameters that share memory: each would get memory of its own."""
     spans = []
     for parameter in parameters:
         if parameter.numel():
-            sizes = zip(parameter.shape, parameter.stride(), strict=True)
-            elements = 1 + sum((size - 1) * stride for size, stride in sizes)
+            first, last = span_of(parameter)
             begin = parameter.data_ptr()
-            end = begin + elements * parameter.element_size()
+            end = begin + last - first
             spans.append((str(parameter.device), begin, end, tuple(parameter.shape)))
     for (device, _, end, shape), (next_device, begin, _, next_shape) in pairwise(sorted(spans)):
         if device == next_device and begin < end:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.buckets import check_passes
+from hvdlite.torch import mpi_ops
 from hvdlite.torch.optimizer.gradient_exchange import GradientExchange
 from hvdlite.torch.optimizer.segment_schedule import ParamGroups
-from hvdlite.torch.subclass import OptimizerMixin
+from hvdlite.torch.subclass import OptimizerMixin, hooked
 
 if TYPE_CHECKING:
     from hvdlite.torch.optimizer.fused_step import FusedStep
@@ -49,9 +51,11 @@ class ReducingMixin(OptimizerMixin):
         else before that. The gradients have to be reduced before they are unscaled.
         """
         exchange = self._exchange
-        if exchange.reduction.active and not exchange.synchronized and _called_by_scaler():
-            exchange.synchronize()
-            self._synchronized_for_scaler = True
+        if exchange.reduction.active and not exchange.synchronized:
+            reader = str(sys._getframe(1).f_globals.get("__name__"))
+            if reader.startswith(("torch.amp.", "torch.cuda.amp.")):
+                exchange.synchronize()
+                self._synchronized_for_scaler = True
         groups: ParamGroups = self.__dict__["param_groups"]
         return groups
 
@@ -77,7 +81,17 @@ class ReducingMixin(OptimizerMixin):
         else:
             if self._exchange.busy:
                 self._exchange.synchronize()
-            arguments.append(self._synchronizing(closure))
+
+            def synchronized_closure() -> Any:
+                loss = closure()
+                if not self._exchange.synchronized:
+                    self._exchange.synchronize()
+                self._exchange.synchronized = False
+                if isinstance(self, torch.optim.LBFGS):
+                    loss = self._share_loss(loss)
+                return loss
+
+            arguments.append(synchronized_closure)
         self._exchange.synchronized = self._synchronized_for_scaler = False
         with self._allow_step():
             if self._can_fuse(bool(arguments or options)):
@@ -125,18 +139,16 @@ class ReducingMixin(OptimizerMixin):
                 stacklevel=3,
             )
 
-    def _synchronizing(self, closure: Closure) -> Closure:
-        def synchronized_closure() -> Any:
-            loss = closure()
-            if not self._exchange.synchronized:
-                self._exchange.synchronize()
-            self._exchange.synchronized = False
-            if isinstance(self, torch.optim.LBFGS):
-                # Its line search decides by the loss, and must decide alike on all ranks.
-                loss = self._exchange.share_loss(loss)
+    def _share_loss(self, loss: Any) -> Any:
+        """Return the loss of all ranks: a line search decides by it, alike on all of them."""
+        reduction = self._exchange.reduction
+        op = reduction.scaling.op
+        if not reduction.active or op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             return loss
-
-        return synchronized_closure
+        local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu()
+        return mpi_ops.allreduce(
+            local, name="closure.loss", op=op, process_set=reduction.process_set
+        )
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, so that they can be clipped or looked at.
@@ -213,17 +225,4 @@ class ReducingMixin(OptimizerMixin):
             self._exchange.watch()
 
 
-def _step_over_segments(optimizer: ReducingMixin) -> None:
-    assert optimizer._fused is not None
-    optimizer._fused.step()
-
-
-# The decorator of torch that calls the user's hooks before and after a step.
-_hooked: Any = torch.optim.Optimizer.profile_hook_step
-_fused_step = _hooked(_step_over_segments)
-
-
-def _called_by_scaler() -> bool:
-    """Return whether the function that reads `ReducingMixin.param_groups` is one of torch.amp."""
-    module = str(sys._getframe(2).f_globals.get("__name__"))
-    return module.startswith(("torch.amp.", "torch.cuda.amp."))
+_fused_step = hooked(lambda optimizer: optimizer._fused.step())

@@ -95,7 +95,10 @@ class SegmentSchedule:
         self._layouts.ask_again()
         strategy = self._segments.strategy
         if strategy is not None and not self._arranged:
-            self._arrange_by_position(strategy)
+            # Gradients are assumed to become ready in the reverse order of their parameters.
+            trained = [name for parameter, name in self._names.items() if parameter.requires_grad]
+            order = trained[::-1] if strategy.in_ready_order else trained
+            self._schedule.rearrange(self._segments.cut(self._describe(order)))
         if self.auto is not None:
             self.auto.restart_count()
         self._era = era
@@ -103,12 +106,6 @@ class SegmentSchedule:
     def _forget(self) -> None:
         """Record the order of readiness again in the next step."""
         self._arranged, self._ready, self.auto, self.flat = set(), {}, None, None
-
-    def _arrange_by_position(self, strategy: Strategy) -> None:
-        """Assume that gradients become ready in the reverse order of their parameters."""
-        trained = [name for parameter, name in self._names.items() if parameter.requires_grad]
-        order = trained[::-1] if strategy.in_ready_order else trained
-        self._schedule.rearrange(self._segments.cut(self._describe(order)))
 
     def adapt(self, names: Sequence[str], param_groups: ParamGroups) -> None:
         """Arrange the segments of the next step; the gradients `names` have just been reduced."""

@@ -50,29 +50,27 @@ class Layouts:
             return list(gradients)
         unknown = [name for name in gradients if not self._agreed or name not in self._codes]
         if unknown:
-            self._ask(unknown, [self._codes.get(name, _code(gradients[name])) for name in unknown])
+            local_codes = [self._codes.get(name, _code(gradients[name])) for name in unknown]
+            codes = np.array(local_codes, np.uint8)
+            mirrored = np.where(codes == _UNKNOWN, 0, _MIRROR - codes).astype(np.uint8)
+            both = torch.from_numpy(np.stack([codes, mirrored]))
+            label = f"trainable_parameters.{self._label}"
+            (reduced,) = mpi_ops.runner.run("allreduce", [both], label, self._options).tensors
+            greatest, mirrored_least = reduced.tolist()
+            for name, code, mirror in zip(unknown, greatest, mirrored_least, strict=True):
+                if code == _UNKNOWN:
+                    continue
+                if code != _MIRROR - mirror:
+                    raise HorovodInternalError(
+                        f"the gradient of {name} is dense on some ranks and sparse on others"
+                    )
+                self._codes[name] = code
         self._agreed = True
         return [name for name in gradients if name in self._codes]
 
     def ask_again(self) -> None:
         """Ask for all layouts in the next `agree`, as some ranks may know more than others."""
         self._agreed = False
-
-    def _ask(self, names: list[str], local_codes: list[int]) -> None:
-        codes = np.array(local_codes, np.uint8)
-        mirrored = np.where(codes == _UNKNOWN, 0, _MIRROR - codes).astype(np.uint8)
-        both = torch.from_numpy(np.stack([codes, mirrored]))
-        name = f"trainable_parameters.{self._label}"
-        (reduced,) = mpi_ops.runner.run("allreduce", [both], name, self._options).tensors
-        greatest, mirrored_least = reduced.tolist()
-        for name, code, mirror in zip(names, greatest, mirrored_least, strict=True):
-            if code == _UNKNOWN:
-                continue
-            if code != _MIRROR - mirror:
-                raise HorovodInternalError(
-                    f"the gradient of {name} is dense on some ranks and sparse on others"
-                )
-            self._codes[name] = code
 
     def is_dense(self, name: str) -> bool:
         """Return whether ranks have agreed that this gradient is dense."""
