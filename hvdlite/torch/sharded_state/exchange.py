@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import Operation, start
@@ -17,12 +18,12 @@ from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.optimizer.gradient_exchange import Exchange, name_new, named_by_position
+from hvdlite.torch.optimizer.segment_schedule import ParamGroups
 from hvdlite.torch.optimizer.sparsity import Layouts
 from hvdlite.torch.sharded_state.elementwise import beside
 from hvdlite.torch.sharded_state.shards import FlatShard, Place, State, arrange
 
 Tensor = torch.Tensor
-ParamGroups = list[dict[str, Any]]
 
 
 class ShardedExchange(Exchange):
@@ -52,9 +53,9 @@ class ShardedExchange(Exchange):
         # that of its parameters; its step changes both.
         self.state: defaultdict[Any, Any] = defaultdict(dict, beside(state))
         self.shards: list[FlatShard] = []
-        # The state of whole parameters that was loaded, until it is cut.
+        # The state of whole parameters that was loaded, until the next step cuts it.
         of_parameters = {key: each for key, each in state.items() if isinstance(key, Tensor)}
-        self._loaded: dict[Tensor, State] | None = of_parameters or None
+        self.loaded: dict[Tensor, State] | None = of_parameters or None
         # The state of parameters that are in no shard: frozen, or not used by any rank so far.
         self.kept: dict[Tensor, State] = {}
         # The trained parameters with their groups, and the ranks, for which the shards were
@@ -81,13 +82,13 @@ class ShardedExchange(Exchange):
         arranged_for = self._with_groups({*trained.values()}), self._members()
         if (
             arranged_for == self._arranged_for
-            and self._loaded is None
+            and self.loaded is None
             and all(shard.fits() for shard in self.shards)
         ):
             for shard in self.shards:
                 shard.adopt_parameters()
             return
-        states = self._whole_states() if self._loaded is None else self._loaded
+        states = self._whole_states() if self.loaded is None else self.loaded
         self.kept = {p: state for p, state in states.items() if p not in trained}
         for shard in self.shards:
             shard.release_parameters()
@@ -97,14 +98,14 @@ class ShardedExchange(Exchange):
             state = shard.cut(states, self._common)
             if state:
                 self.state[shard.shard] = state
-        self._arranged_for, self._loaded = arranged_for, None
+        self._arranged_for, self.loaded = arranged_for, None
 
     def settle(self) -> None:
         """Arrange the shards where no other rank is needed for it; else leave them as they are.
 
         Raises `RuntimeError` as `ensure`.
         """
-        if self._loaded is not None or not any(self.state.get(each.shard) for each in self.shards):
+        if self.loaded is not None or not any(self.state.get(each.shard) for each in self.shards):
             self.ensure()
         else:
             self._check_members()
@@ -137,7 +138,7 @@ class ShardedExchange(Exchange):
             for flat, parameters in zip(saved, lists, strict=True)
         ]
         self._forget_state()
-        self.kept, self._loaded = {}, None
+        self.kept, self.loaded = {}, None
         arranged = {name for flat in saved for name in flat["parameters"]}
         self._used |= arranged
         # The next step arranges them anew where it trains others, such as those that are thawed.
@@ -172,7 +173,7 @@ class ShardedExchange(Exchange):
             self._used |= set(self._layouts.agree(gradients))
         names = self._used
         if not for_step:  # Else the state of what no rank has used yet stays whole, in `kept`.
-            names = names | {self.names[parameter] for parameter in self._loaded or ()}
+            names = names | {self.names[parameter] for parameter in self.loaded or ()}
         return {parameter: name for parameter, name in candidates.items() if name in names}
 
     def _members(self) -> tuple[int, ...]:
@@ -238,7 +239,9 @@ class ShardedExchange(Exchange):
         """Send the shards that a step has changed to all ranks."""
         self._gather([(each, each.shard.detach(), each.data) for each in self.shards])
         for shard in self.shards:
-            shard.mark_changed()
+            for parameter in shard.parameters:
+                # See [Note: views and version counters] in torch/optimizer/flat_gradients.py.
+                increment_version(parameter)
 
     def _gather(self, parts: Sequence[tuple[FlatShard, Tensor, Tensor]]) -> None:
         """Gather a part of each shard from all ranks, into the tensor that comes after it.
@@ -314,25 +317,15 @@ class ShardedExchange(Exchange):
 
     def whole_states(self) -> dict[Tensor, State]:
         """Return a copy of the state of each parameter, as the wrapped optimizer would have it."""
-        if self._loaded is not None:
+        if self.loaded is not None:
             return {
                 parameter: {
                     name: value.clone() if isinstance(value, Tensor) else value
                     for name, value in state.items()
                 }
-                for parameter, state in self._loaded.items()
+                for parameter, state in self.loaded.items()
             }
         return self._whole_states()
-
-    @property
-    def loaded(self) -> bool:
-        """Whether whole state was loaded that is not cut yet."""
-        return self._loaded is not None
-
-    def load_whole(self, states: dict[Tensor, State]) -> None:
-        """Take over the state of whole parameters; it is cut with the next step."""
-        self._loaded = states
-        self.reset()
 
     def describe(self) -> dict[str, Any]:
         """Return the layout of the shards: D and M as in checkpoints, and what each consists of."""

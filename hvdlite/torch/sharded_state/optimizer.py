@@ -24,7 +24,7 @@ from hvdlite.torch.sharded_state.elementwise import (
 )
 from hvdlite.torch.sharded_state.exchange import ShardedExchange
 from hvdlite.torch.sharded_state.shards import State
-from hvdlite.torch.subclass import OptimizerMixin, wrap
+from hvdlite.torch.subclass import hooked, wrap, wrapped_class
 
 Tensor = torch.Tensor
 
@@ -84,8 +84,9 @@ class ShardingMixin(ReducingMixin):
         self._call_before_state_dict()
         exchange.settle()
         place = exchange.place()
+        note = ShardOfOneRank(f"of rank {place.position} of {place.members}")
         state = {
-            number: noted(exchange.state[shard.shard], place.position, place.members)
+            number: {**exchange.state[shard.shard], KEY: note}
             for number, shard in enumerate(exchange.shards)
             if shard.shard in exchange.state
         }
@@ -171,12 +172,10 @@ class ShardingMixin(ReducingMixin):
             for number, state in saved.items():
                 exchange.state[exchange.shards[number].shard] = plain(state)
         else:
-            exchange.load_whole(
-                {
-                    parameters[number]: _fit(state, parameters[number])
-                    for number, state in saved.items()
-                }
-            )
+            exchange.loaded = {
+                parameters[number]: _fit(state, parameters[number])
+                for number, state in saved.items()
+            }
         for key in beside(exchange.state):
             del exchange.state[key]
         exchange.state.update(others)
@@ -195,7 +194,7 @@ class ShardingMixin(ReducingMixin):
         if not exchange.reduction.active:
             return False
         sent: dict[str, Any] = {"options": self._options(), "state": None}
-        if exchange.loaded:
+        if exchange.loaded is not None:
             sent["state"] = self.consolidate()["state"]
         sent = broadcast_object(sent, root_rank, "sharded_optimizer", process_set)
         if sent["state"] is not None:
@@ -245,15 +244,10 @@ def _step_over_shards(optimizer: ShardingMixin) -> None:
     for shard in exchange.shards:
         shard.shard.grad = shard.shard_gradient
         groups[shard.group]["params"].append(shard.shard)
-    take_over(optimizer, step_over(optimizer, _wrapped_class(optimizer), groups, exchange.state))
+    take_over(optimizer, step_over(optimizer, wrapped_class(optimizer), groups, exchange.state))
 
 
-_hooked: Any = torch.optim.Optimizer.profile_hook_step
-_sharded_step = _hooked(_step_over_shards)
-
-
-def _wrapped_class(optimizer: torch.optim.Optimizer) -> type:
-    return next(cls for cls in type(optimizer).__mro__ if not issubclass(cls, OptimizerMixin))
+_sharded_step = hooked(_step_over_shards)
 
 
 def shard(
@@ -313,11 +307,6 @@ class ShardOfOneRank(str):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[()]]:
         # torch.load(weights_only=True), the default, knows no class of ours.
         return OrderedDict, ()
-
-
-def noted(state: dict[str, Any], position: int, members: int) -> dict[str, Any]:
-    """Return the state of a shard with a note beside it."""
-    return {**state, KEY: ShardOfOneRank(f"of rank {position} of {members}")}
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -105,11 +105,6 @@ class FlatShard:
             # Another object than the view, which Module.to() would give other memory.
             parameter.grad = view.detach()
 
-    def mark_changed(self) -> None:
-        """Count a write to each parameter: see [Note: views and version counters]."""
-        for parameter in self.parameters:
-            torch.autograd.graph.increment_version(parameter)
-
     # -- state
 
     def is_cut(self, value: Any) -> bool:
@@ -121,10 +116,9 @@ class FlatShard:
 
         `common` are names of what is one for all elements.
         """
-        known = [states[parameter] for parameter in self.parameters if states.get(parameter)]
-        if not known:
+        first = next((parameter for parameter in self.parameters if states.get(parameter)), None)
+        if first is None:
             return {}
-        first = next(parameter for parameter in self.parameters if states.get(parameter))
         return {
             name: _copy(value)
             if _is_common(name, value, first, common)
@@ -182,13 +176,11 @@ def _copy(value: Any) -> Any:
 def _common(parameter: Tensor, state: State | None, common: Set[str]) -> tuple[Any, ...]:
     """Return what the parameters of one shard have alike: what their state has, and counts."""
     return tuple(
-        (name, _plain(value) if _is_common(name, value, parameter, common) else "of each element")
+        (name, value.item() if isinstance(value, Tensor) else value)
+        if _is_common(name, value, parameter, common)
+        else (name, "of each element")
         for name, value in sorted((state or {}).items())
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def arrange(
