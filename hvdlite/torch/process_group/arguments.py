@@ -75,14 +75,10 @@ def translate(op: Any) -> tuple[ReduceOp, float]:
     if same is not None:
         return same, 1.0
     if kind == dist.ReduceOp.PREMUL_SUM:
-        return ReduceOp.SUM, _factor(op)
+        _, factor = op.__getstate__()
+        return ReduceOp.SUM, float(factor)  # A number, or a tensor of one element.
     names = ", ".join(getattr(each, "name", str(each)) for each in _SAME)
     raise ValueError(
         f"the process group hvdlite has no ReduceOp.{getattr(op, 'name', op)}: use one of {names}, "
         "PREMUL_SUM"
     )
-
-
-def _factor(op: Any) -> float:
-    _, factor = op.__getstate__()
-    return float(factor)  # A number, or a tensor of one element.

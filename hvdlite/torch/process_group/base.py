@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from hvdlite.common.requests.entries import Entry
+from hvdlite.common.transport.base import do_nothing
 from hvdlite.torch.process_group.arguments import timeout_of
 from hvdlite.torch.process_group.calls import Caller
-from hvdlite.torch.process_group.work import CollectiveWork, do_nothing
+from hvdlite.torch.process_group.work import CollectiveWork
 
 # Older releases keep the C++ half of a work only, which has no methods of ours: the group keeps the
 # other half until somebody has waited, and beyond so many the oldest that have ended.

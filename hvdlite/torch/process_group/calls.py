@@ -38,7 +38,6 @@ from hvdlite.torch.process_group.checks import BACKEND
 from hvdlite.torch.process_group.tensors import ADAPTER, FittedEntry, KnownCall, overlap
 from hvdlite.torch.process_group.waiting import Abort
 
-_HASHED = re.compile("[0-9a-f]{40}")
 MOST_KNOWN = 1000  # calls of a group that are remembered
 # How many groups of each name and members a runtime has had. The next one of a name, after
 # destroy_process_group(), must not meet calls of the last one that are still pending somewhere.
@@ -76,7 +75,7 @@ class Caller:
         it hashes the number of groups of each rank, too, which may differ among members.
         """
         self.torch_name = group
-        if _HASHED.fullmatch(group):
+        if re.fullmatch("[0-9a-f]{40}", group):
             group = f"of_{_digest(self.members)}"
         made = _made.setdefault(self.runtime, Counter())
         key = group, *self.members
@@ -88,10 +87,6 @@ class Caller:
     def reducing(self, op: Any) -> CallOptions:
         """Return the options of a reduction by an op of torch. Raises `ValueError`."""
         return _reducing(self.process_set, *translate(op))
-
-    def reducing_to(self, root: int, op: Any) -> CallOptions:
-        """Return the options of a reduction to a rank of the group."""
-        return self.reducing(op)._replace(root_rank=self.members[root])
 
     def rooted(self, root: int) -> CallOptions:
         """Return the options of a call with a root, which is a rank of the group."""
@@ -266,8 +261,12 @@ class Caller:
             place = ADAPTER.place(tensor, known.call.spec)
             if place is not None:
                 return known.placed(number, tensor, place)
-        elif overlap(tensor, target) and not self._is_own_part(tensor, target):
-            tensor = tensor.clone()  # Others read it while this rank writes.
+        elif overlap(tensor, target):
+            # It may lie where the target gets its values anyway: a part of each rank in a row.
+            own = target.data_ptr() + self.members.index(self.runtime.rank) * tensor.nbytes
+            in_a_row = target.nbytes == tensor.nbytes * len(self.members)
+            if not in_a_row or tensor.data_ptr() != own:
+                tensor = tensor.clone()  # Others read it while this rank writes.
         request = known.series.numbered(number)
         if expected:
             entry: Entry = FittedEntry(request, tensor, target, splits, expected)
@@ -297,14 +296,6 @@ class Caller:
             self._latest.clear()
         known = self._known[key] = KnownCall(call, Series(call.request))
         return known
-
-    def _is_own_part(self, tensor: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether an input lies where the output gets its values anyway."""
-        rank = self.members.index(self.runtime.rank)
-        return (
-            target.nbytes == tensor.nbytes * len(self.members)
-            and tensor.data_ptr() == target.data_ptr() + rank * tensor.nbytes
-        )
 
     def signal(self, collective: str) -> list[Entry]:
         """Enqueue a collective without a tensor."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +13,7 @@ from hvdlite.common.meeting.torch_store import offered
 from hvdlite.common.runtime.current import current, find
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
 from hvdlite.common.runtime.lifecycle import init
-from hvdlite.common.runtime.process_sets import (
-    ProcessSet,
-    global_process_set,
-)
-from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.calls import Caller
 from hvdlite.torch.process_group.checks import BACKEND, devices, is_available
@@ -128,28 +122,22 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
 
 
 def _let_go(caller: Caller) -> None:
-    if find() is caller.runtime:
-        _release(caller.process_set)
+    """Let go of the set of a group; it goes with the last group that has it."""
+    if find() is caller.runtime and caller.process_set is not global_process_set:
+        release_process_set(caller.process_set)
 
 
-def _hide_from_compiler(names: Sequence[str]) -> None:
-    """Let ``torch.compile`` call these methods instead of tracing into them."""
-    for name in names:
-        method: Callable[..., Any] = getattr(HvdliteProcessGroup, name)
-        setattr(HvdliteProcessGroup, name, untraced(functools.wraps(method)(method)))
-
-
-_hide_from_compiler(
-    (
-        "allreduce", "allreduce_coalesced", "reduce", "broadcast",
-        "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-        "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
-        "allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced",
-        "_allgather_base", "allgather_into_tensor_coalesced",
-        "all_to_all_single", "alltoall_base", "alltoall", "gather", "scatter",
-        "barrier", "send", "recv",
-    )
-)  # fmt: skip
+# torch.compile calls these methods instead of tracing into them.
+for _name in (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
+    "allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced",
+    "_allgather_base", "allgather_into_tensor_coalesced",
+    "all_to_all_single", "alltoall_base", "alltoall", "gather", "scatter",
+    "barrier", "send", "recv",
+):  # fmt: skip
+    setattr(HvdliteProcessGroup, _name, untraced(getattr(HvdliteProcessGroup, _name)))
 
 
 def create(options: Any, backend_options: Any = None) -> HvdliteProcessGroup:
@@ -184,22 +172,9 @@ def create(options: Any, backend_options: Any = None) -> HvdliteProcessGroup:
         from hvdlite.torch.process_group.weights import watch_optimizers  # Most never need it.
 
         watch_optimizers()
-    process_set = _form(runtime, members, options.timeout)
+    if len(members) == runtime.topology.size:
+        process_set = global_process_set
+    else:  # Blocks until all members have called this, or raises `HorovodInternalError`.
+        process_set = form_process_set(members, options.timeout.total_seconds())
     caller = Caller(runtime, process_set, members, options.timeout)
     return HvdliteProcessGroup(caller, options.group_rank, options.store)
-
-
-def _form(runtime: Runtime, members: Sequence[int], timeout: timedelta) -> ProcessSet:
-    """Return the process set of `members`, all of which call this; blocks until they have.
-
-    Raises `HorovodInternalError` after `timeout`.
-    """
-    if len(members) == runtime.topology.size:
-        return global_process_set
-    return form_process_set(members, timeout.total_seconds())
-
-
-def _release(process_set: ProcessSet) -> None:
-    """Let go of the set of a group; it goes with the last group that has it."""
-    if process_set is not global_process_set:
-        release_process_set(process_set)

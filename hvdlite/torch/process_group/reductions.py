@@ -84,7 +84,7 @@ class Reductions(GroupBase):
         checks.rank_in("reduce", root, self._size)
         if op is None:
             op = op_of(opts if hasattr(opts, "reduceOp") else None)
-        options = self._caller.reducing_to(root, op)
+        options = self._caller.reducing(op)._replace(root_rank=self._caller.members[root])
         entries = self._caller.enqueue("reduce", tensors, tensors, options)
         return self._work(entries, tensors, opts, timeout, writes=self._rank == root)
 

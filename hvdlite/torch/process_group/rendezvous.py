@@ -144,7 +144,10 @@ def _connect(runtime: Runtime, offer: Offer) -> Any:
     """Return the store of rank 0. Raises `RuntimeError` with what was tried."""
     tried = []
     until = time.monotonic() + runtime.config.start_timeout_seconds
-    for host in _hosts(runtime, offer):
+    host_of = runtime.topology.host_of
+    near = [LOOPBACK] if host_of[runtime.rank] == host_of[0] else []
+    targets = order(list_interfaces(), offer.endpoints)
+    for host in near + [str(target.address[0]) for target in targets]:
         try:
             left = max(min(PROBE_SECONDS, until - time.monotonic()), 0.1)
             socket.create_connection((host, offer.port), left).close()
@@ -158,13 +161,6 @@ def _connect(runtime: Runtime, offer: Offer) -> Any:
         f"port {offer.port} at {'; '.join(tried) or 'no address'}. Open the port range for ranks, "
         "or name the network of the job by HVDLITE_NETWORK_INTERFACES"
     )
-
-
-def _hosts(runtime: Runtime, offer: Offer) -> list[str]:
-    """Return the addresses of rank 0 in the order in which to try them."""
-    host_of = runtime.topology.host_of
-    near = [LOOPBACK] if host_of[runtime.rank] == host_of[0] else []
-    return near + [str(target.address[0]) for target in order(list_interfaces(), offer.endpoints)]
 
 
 def _tcp_store(host: str, port: int, runtime: Runtime, *, serves: bool = False) -> Any:

@@ -18,7 +18,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -108,7 +108,13 @@ def _replicas_of(optimizer: Optimizer) -> list[_Replicas]:
     if not wrapped:
         found += [*_models_of(parameters, objects), *_of_fsdp1(models)]
     compared = bool(found) or (wrapped and len(on_meshes) < len(parameters))
-    if not compared and (_are_divided(on_meshes) or any(map(_is_divided, models))):
+    if not compared and (
+        _are_divided(on_meshes)
+        or any(
+            model.process_group.size() > 1 and model.sharding_strategy.name != "NO_SHARD"
+            for model, _ in models
+        )
+    ):
         warn_user(
             f"HVDLITE_CHECK_WEIGHTS compares nothing of {type(optimizer).__name__}: its parameters "
             "are divided among all ranks, and no two ranks have the same part"
@@ -151,15 +157,13 @@ def _along(mesh: Any, axis: int, tensor: Any) -> torch.Tensor | None:
     return whole(tensor.detach().to_local())
 
 
-class _Fsdp1Model(NamedTuple):
-    """An outermost `FullyShardedDataParallel`, and which of its parameters an optimizer has."""
+def _fsdp1_models(
+    parameters: Sequence[Any], objects: Sequence[Any]
+) -> list[tuple[Any, list[torch.Tensor]]]:
+    """Return the outermost models whose parameters an optimizer has, each with these of them.
 
-    model: Any
-    parameters: list[torch.Tensor]  # In the order of the optimizer.
-
-
-def _fsdp1_models(parameters: Sequence[Any], objects: Sequence[Any]) -> list[_Fsdp1Model]:
-    """Return the models whose parameters an optimizer has, in the order of these."""
+    Both are in the order of `parameters`.
+    """
     models = [each for each in objects if type(each).__name__ == _FSDP1]
     inner = {id(each) for model in models for each in model.modules() if each is not model}
     found = []
@@ -173,12 +177,12 @@ def _fsdp1_models(parameters: Sequence[Any], objects: Sequence[Any]) -> list[_Fs
         }
         known = [parameter for parameter in parameters if id(parameter) in own]
         if known and id(model) not in inner:
-            found.append(_Fsdp1Model(model, known))
+            found.append((model, known))
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    return sorted(found, key=lambda each: places[id(each.parameters[0])])
+    return sorted(found, key=lambda each: places[id(each[1][0])])
 
 
-def _of_fsdp1(models: Sequence[_Fsdp1Model]) -> Iterator[_Replicas]:
+def _of_fsdp1(models: Sequence[tuple[Any, list[torch.Tensor]]]) -> Iterator[_Replicas]:
     """Yield what is compared of models of `FullyShardedDataParallel`."""
     for number, (model, parameters) in enumerate(models):
         replicated = model.sharding_strategy.name == "NO_SHARD"
@@ -186,11 +190,6 @@ def _of_fsdp1(models: Sequence[_Fsdp1Model]) -> Iterator[_Replicas]:
         check = _check(f"fsdp.{number}.{len(parameters)}", group)
         if check is not None:
             yield _Replicas(_names_of(parameters, [model]), check)
-
-
-def _is_divided(each: _Fsdp1Model) -> bool:
-    shards: int = each.model.process_group.size()
-    return shards > 1 and each.model.sharding_strategy.name != "NO_SHARD"
 
 
 def _names_of(parameters: Sequence[Any], objects: Sequence[Any]) -> dict[torch.Tensor, str]:

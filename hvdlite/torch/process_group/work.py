@@ -16,12 +16,9 @@ from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.requests.entries import Entry
 from hvdlite.common.requests.handles import Handle
+from hvdlite.common.transport.base import do_nothing
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.waiting import Abort, deadlines, future_of, waitable
-
-
-def do_nothing() -> None:
-    """Do nothing: the engine has written the results where they belong."""
 
 
 class CollectiveWork(Work):
@@ -46,6 +43,7 @@ class CollectiveWork(Work):
     ) -> None:
         """Call `finish` once when all entries have ended without an error.
 
+        By default the engine has written the results where they belong.
         `abort` is that of the group, by default one that nobody calls.
         Without `writes` the tensors are only read on this rank, and autograd may go on using them.
         """
@@ -217,22 +215,21 @@ class CollectiveWork(Work):
 
     def _unfinished(self, entry: Entry, limit: timedelta) -> HorovodInternalError:
         """Return why nobody waits for an entry any longer."""
-        return self._aborted(entry) if self._abort.is_called else self._late(entry, limit)
-
-    def _aborted(self, entry: Entry) -> HorovodInternalError:
-        return HorovodInternalError(
-            f"{entry.request.collective} '{entry.request.name}' was aborted on this rank, by "
-            "abort() of its process group, before all ranks had made this call. It may still run "
-            "and write to its tensors when they do",
-            job_goes_on=True,
-        )
-
-    def _late(self, entry: Entry, limit: timedelta) -> HorovodInternalError:
+        if self._abort.is_called:
+            return self._aborted(entry)
         request = entry.request
         return HorovodInternalError(
             f"{request.collective} '{request.name}' was not complete after "
             f"{limit.total_seconds():g} s: one of the ranks {list(self.members)} has not made this "
             "call. Rank 0 logs which ones after HVDLITE_STALL_CHECK_TIME_SECONDS; a longer timeout "
             "can be given to wait(), init_process_group() and new_group()",
+            job_goes_on=True,
+        )
+
+    def _aborted(self, entry: Entry) -> HorovodInternalError:
+        return HorovodInternalError(
+            f"{entry.request.collective} '{entry.request.name}' was aborted on this rank, by "
+            "abort() of its process group, before all ranks had made this call. It may still run "
+            "and write to its tensors when they do",
             job_goes_on=True,
         )
