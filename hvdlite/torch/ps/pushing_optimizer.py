@@ -21,6 +21,7 @@ from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack
 from hvdlite.ps.worker.table_shards import TableShards, step_together
+from hvdlite.torch.mpi_ops import Max, allreduce
 from hvdlite.torch.ps.arrays import Target, flat_array_of, is_plain
 from hvdlite.torch.ps.embedding import ROWS, PulledRows
 from hvdlite.torch.ps.parameters import ReducedParameters, specs_of
@@ -153,23 +154,21 @@ class PushingMixin(torch.optim.Optimizer):
             )
         if self._table is not None:
             self._table.push([] if skips else self._gradients.arrays(self._scale), body)
-        handles = [self._push_rows(*each, body) for each in self._rows]
+        handles: list[Handle] = []
+        for rows, table, number in self._rows:
+            ids, gradients = rows.take(self._scale)
+            if skips:
+                handles.append(table.skip())
+            else:
+                given = {"numbers": [body["numbers"][number]]} if "numbers" in body else {}
+                handles.append(table.push(ids, gradients, given))
         if self._rest is not None and skips:
-            self._rest.synchronize()
+            self._rest.optimizer.synchronize()
         elif self._rest is not None:  # While the servers make their steps.
             self._rest.step(self, self._scale)
         self._pull()
         for handle in handles:
             handle.wait()
-
-    def _push_rows(
-        self, rows: PulledRows, table: RemoteRows, number: int, body: Mapping[str, Any]
-    ) -> Handle:
-        ids, gradients = rows.take(self._scale)
-        if SKIP in body:
-            return table.skip()
-        numbers = {"numbers": [body["numbers"][number]]} if "numbers" in body else {}
-        return table.push(ids, gradients, numbers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, those of rows as well."""
@@ -184,7 +183,9 @@ class PushingMixin(torch.optim.Optimizer):
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         if found_inf is None:
             return False
-        return bool(found_inf.item()) if self._rest is None else self._rest.agree(found_inf)
+        if self._rest is not None:  # All of them skip the step then.
+            found_inf = allreduce(found_inf.detach().clone(), op=Max, name="ps.found_inf")
+        return bool(found_inf.item())
 
     @property
     def _scale(self) -> torch.Tensor | None:
@@ -194,11 +195,13 @@ class PushingMixin(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait for the gradients that go by allreduce; those for servers stay this worker's own."""
         if self._rest is not None:
-            self._rest.synchronize()
+            self._rest.optimizer.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Let `step` find gradients that `synchronize` has reduced, and that may have changed."""
-        return nullcontext() if self._rest is None else self._rest.skip_synchronize()
+        if self._rest is None:
+            return nullcontext()
+        return self._rest.optimizer.skip_synchronize()  # type: ignore[no-any-return]
 
     @property
     def finished_steps(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -16,7 +15,8 @@ from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_store import RowStore
 from hvdlite.ps.tables.row_table import AddedRows
-from hvdlite.torch.ps.arrays import array_of, tensor_of
+from hvdlite.torch.dtypes import as_array
+from hvdlite.torch.ps.arrays import tensor_of
 from hvdlite.torch.sharded_state.elementwise import step_over
 
 NUMBERS = (bool, int, float)
@@ -65,7 +65,7 @@ class TorchUpdater:
 
     def values(self) -> list[Array]:
         """See `Updater`."""
-        return [array_of(block) for block in self._memory]
+        return [as_array(block) for block in self._memory]
 
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
         """See `Updater`."""
@@ -99,7 +99,7 @@ class TorchUpdater:
         for number, parameter in enumerate(self._parameters):
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{number}.{key}"] = array_of(value).reshape(value.shape)
+                    found[f"{number}.{key}"] = as_array(value).reshape(value.shape)
                 elif isinstance(value, NUMBERS):
                     found[f"{number}.{key}.number"] = np.array(value, np.float64)
         return found
@@ -159,7 +159,14 @@ class TorchRows(AddedRows):
             self._group.update(given)
         places = self.store.places(ids)
         parameter = torch.nn.Parameter(_flat(self.store.values[places]))
-        state = self._state_at(places) if self._has_state else self._first_state(parameter)
+        if self._has_state:
+            state = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in self._common.items()
+            }
+            state |= {key: _flat(slot[places]) for key, slot in self.store.slots.items()}
+        else:
+            state = self._first_state(parameter)
         self._step(parameter, _flat(rows), state)
         self.store.values[places] = _rows(parameter, rows.shape)
         self._keep(places, state, parameter.numel(), rows.shape)
@@ -185,14 +192,6 @@ class TorchRows(AddedRows):
             return {}
         return dict(type(self._optimizer)([parameter], **defaults).state[parameter])
 
-    def _state_at(self, places: NDArray[np.int64]) -> State:
-        slots = {key: _flat(slot[places]) for key, slot in self.store.slots.items()}
-        common = {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in self._common.items()
-        }
-        return {**common, **slots}
-
     def _keep(
         self, places: NDArray[np.int64], state: State, size: int, shape: tuple[int, ...]
     ) -> None:
@@ -208,7 +207,7 @@ class TorchRows(AddedRows):
                 )
             if key not in self.store.slots:
                 fill = self._first_values()[key]
-                self.store.add_slot(key, fill, array_of(value).dtype)
+                self.store.add_slot(key, fill, as_array(value).dtype)
             self.store.slots[key][places] = _rows(value, shape)
         self._has_state = True
 
@@ -229,8 +228,8 @@ class TorchRows(AddedRows):
         found = {_SLOT + key: slot for key, slot in self.store.slots.items()}
         for key, value in self._common.items():
             if isinstance(value, torch.Tensor):
-                found[_COMMON + key] = array_of(value)
-            elif isinstance(value, (bool, int, float)):
+                found[_COMMON + key] = as_array(value).reshape(value.shape)
+            elif isinstance(value, NUMBERS):
                 found[f"{_COMMON}{key}.number"] = np.array(value, np.float64)
         return found
 
@@ -263,4 +262,4 @@ def _flat(array: Array) -> torch.Tensor:
 
 
 def _rows(tensor: torch.Tensor, shape: tuple[int, ...]) -> Array:
-    return array_of(tensor)[: math.prod(shape)].reshape(shape)
+    return as_array(tensor)[: prod(shape)].reshape(shape)
