@@ -8,7 +8,8 @@ sharding.set_strategy(block[0], ((2, 1), (1, 4)))
 sharded = sharding.shard(block, example=batch)
 output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
 
-    meshes        device meshes over hvdlite, layouts and placements on them
+    meshes        device meshes over hvdlite, layouts and placements on them, and how DTensor
+                  cuts a tensor along another dimension
     rules         how each operator of torch may be cut, and what runs on parts
     planning      the operators of a module, and strategies for all of them
     graph         the planned part as a graph on local tensors
@@ -20,7 +21,6 @@ output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
     distribution  parameters that become DTensors
     steps         an optimizer's step over local tensors
     dtensor       DTensors, where each version of torch has them
-    alltoalls     how DTensor cuts a tensor along another dimension
 """
 
 from __future__ import annotations

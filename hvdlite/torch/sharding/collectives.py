@@ -105,11 +105,19 @@ class MeshCollectives:
         return found
 
     def _group(self, members: tuple[int, ...]) -> Any:
+        """Return the group of these ranks, all of which call it."""
         world = dist.group.WORLD
         of_world, of_members = self._groups.get(members, (_none, _none))
         found = of_members()
         if found is None or of_world() is not world:
-            found = _group(tuple(self._ranks[each] for each in members))
+            ranks = tuple(self._ranks[each] for each in members)
+            found = world
+            if len(ranks) < dist.get_world_size():
+                groups = _GROUPS.setdefault(world, WeakValueDictionary())
+                found = groups.get(ranks)
+                if found is None:
+                    found = dist.new_group(list(ranks), use_local_synchronization=True)
+                    groups[ranks] = found
             self._groups[members] = ref(world), ref(found)
         return found
 
@@ -121,15 +129,3 @@ def _none() -> None:
 # By the default group, which another one may follow in a process: the groups of ranks. Whoever
 # destroys process groups finds nobody here who still holds them.
 _GROUPS: WeakKeyDictionary[Any, WeakValueDictionary[tuple[int, ...], Any]] = WeakKeyDictionary()
-
-
-def _group(ranks: tuple[int, ...]) -> Any:
-    """Return the group of these ranks of the job, of which all call it."""
-    world = dist.group.WORLD
-    if len(ranks) == dist.get_world_size():
-        return world
-    groups = _GROUPS.setdefault(world, WeakValueDictionary())
-    group = groups.get(ranks)
-    if group is None:
-        group = groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group

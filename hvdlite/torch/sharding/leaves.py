@@ -13,8 +13,6 @@ from hvdlite.torch.sharding.dtensor import DTensor, gradient_of
 
 # So many bytes of gradients are held back at most until all of a function's inputs have theirs.
 _TOGETHER_BYTES = 1 << 22
-# A table of a module, and the name that a tensor has there: another one may take its place.
-Place = tuple[dict[str, Any], str]
 
 
 class Leaves:
@@ -71,8 +69,11 @@ class Leaves:
                 )
 
 
-def place_of(module: torch.nn.Module, name: str) -> Place:
-    """Return where a parameter or buffer is found."""
+def place_of(module: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return the table of a module that a parameter or buffer is in, and its name there.
+
+    Another tensor may take its place.
+    """
     path, _, own = name.rpartition(".")
     submodule = module.get_submodule(path)
     tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
@@ -96,15 +97,11 @@ class _Locals(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return tuple(
-            None if gradient is None else _cut_alike(gradient, *like)
-            for gradient, like in zip(gradients, ctx.like, strict=True)
-        )
-
-
-def _cut_alike(gradient: torch.Tensor, spec: Any, strides: Sequence[int]) -> Any:
-    """Return the gradient of a DTensor, of which this rank has a part."""
-    if gradient.stride() != strides:
-        # Plain parameters get gradients with their own strides, too.
-        gradient = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
-    return gradient_of(gradient, spec)
+        found = []
+        for gradient, (spec, strides) in zip(gradients, ctx.like, strict=True):
+            part = gradient
+            if part is not None and part.stride() != strides:
+                # Plain parameters get gradients with their own strides, too.
+                part = part.new_empty_strided(part.shape, strides).copy_(part)
+            found.append(None if part is None else gradient_of(part, spec))
+        return tuple(found)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
 from hvdlite.common.layouts.exchange import simplified
 from hvdlite.common.layouts.layout import Layout, from_cuts, on_mesh, prime_factors
 from hvdlite.common.runtime.basics import size
+from hvdlite.torch.process_group.checks import BACKEND
 from hvdlite.torch.process_group.registration import init_process_group
-from hvdlite.torch.sharding.alltoalls import use_alltoalls
-from hvdlite.torch.sharding.dtensor import Replicate, Shard
+from hvdlite.torch.sharding.dtensor import Replicate, Shard, placement_types
+
+# The function by which a placement turns into one of another dimension.
+_ALLTOALL = "shard_dim_alltoall"
 
 
 def mesh(
@@ -43,6 +49,33 @@ def mesh(
         )
     use_alltoalls()
     return init_device_mesh(device, found, mesh_dim_names=None if names is None else tuple(names))
+
+
+@functools.cache
+def use_alltoalls() -> None:
+    """Have DTensor change the cut dimension by an alltoall on meshes over hvdlite, also on a CPU.
+
+    It gathers the whole tensor on every rank of a CPU mesh and cuts it, as gloo once had no
+    alltoall. By that of hvdlite a rank receives one n-th of these bytes. A release of torch without
+    that function goes on as it is.
+    """
+    gathering: Callable[..., Any] | None = getattr(placement_types, _ALLTOALL, None)
+    if gathering is None:
+        return
+
+    @functools.wraps(gathering)
+    def exchange(tensor: Any, gathered: int, cut: int, mesh: Any, axis: int) -> Any:
+        group = mesh.get_group(axis)
+        if mesh.device_type != "cpu" or dist.get_backend(group) != BACKEND:
+            return gathering(tensor, gathered, cut, mesh, axis)
+        # torch's own operator for it asks some releases' groups for a backend in C++.
+        sent = torch.stack(tensor.chunk(group.size(), cut)).contiguous()
+        came: torch.Tensor = wait_tensor(  # type: ignore[no-untyped-call]
+            all_to_all_single(sent, None, None, group)
+        )
+        return torch.cat(came.unbind(), gathered)
+
+    setattr(placement_types, _ALLTOALL, exchange)
 
 
 def layout(device_matrix: Sequence[int], tensor_map: Sequence[int | Sequence[int]]) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,13 @@ from hvdlite.common.layouts.layout import Layout, from_cuts
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.process_group.registration import init_process_group
-from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.collectives import MeshCollectives
 from hvdlite.torch.sharding.distribution import distribute, held_layout
 from hvdlite.torch.sharding.dtensor import DTensor
 from hvdlite.torch.sharding.graph.lowering import Lowered, Lowering
 from hvdlite.torch.sharding.leaves import Leaves, place_of
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
+from hvdlite.torch.sharding.meshes import use_alltoalls
 from hvdlite.torch.sharding.planning.calls import autocasts, is_ref
 from hvdlite.torch.sharding.planning.planner import named_tensors, plan
 from hvdlite.torch.sharding.planning.plans import Plan
@@ -146,12 +146,19 @@ class Runner:
         return bytes([bool(each.training) for each in self._modules]), autocasts()
 
     def _find(self, leaves: Sequence[Any], spec: Any, modes: Any) -> _Part | None:
-        """Return the part for such arguments, if there is one: not for what `prepare` refuses."""
+        """Return the part for such arguments, if there is one: not for what `prepare` refuses.
+
+        The attributes of modules still are the constants of its graph.
+        """
         try:
             part = self._parts.get(_key(leaves, spec, modes))
         except TypeError:
             return None
-        return part if part is not None and part.has_constants() else None
+        if part is None or not all(
+            table.get(name) is tensor for table, name, tensor in part.attributes
+        ):
+            return None
+        return part
 
     def prepare(self, args: Sequence[Any]) -> _Part:
         """Make the plan for inputs like these, and cut the parameters if they are not yet."""
@@ -180,10 +187,14 @@ class Runner:
             [isinstance(each, torch.nn.Parameter) for each in given],
         ).run()  # fmt: skip
         self._tensors = len(given)
-        part = _Part(
-            lowered, Leaves(self._module, lowered.leaves), traced.result,
-            _attributes_of(self._modules, traced.record.constants.values()),
-        )  # fmt: skip
+        constants = {id(each) for each in traced.record.constants.values()}
+        attributes = [
+            (vars(module), name, value)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if id(value) in constants
+        ]
+        part = _Part(lowered, Leaves(self._module, lowered.leaves), traced.result, attributes)
         self._parts[_key(leaves, spec, self._modes())] = part
         return part
 
@@ -242,25 +253,8 @@ class _Part:
     lowered: Lowered
     leaves: Leaves
     result: Any
-    # Attributes whose tensors are constants of the graph.
+    # Attributes whose tensors are constants of the graph, each with its table and its name.
     attributes: Sequence[tuple[Mapping[str, Any], str, torch.Tensor]]
-
-    def has_constants(self) -> bool:
-        """Return whether the attributes of modules still are the constants of the graph."""
-        return all(table.get(name) is tensor for table, name, tensor in self.attributes)
-
-
-def _attributes_of(
-    modules: Sequence[torch.nn.Module], constants: Iterable[torch.Tensor]
-) -> list[tuple[Mapping[str, Any], str, torch.Tensor]]:
-    """Return the attributes of modules that are constants, each with its table and its name."""
-    found = {id(each) for each in constants}
-    return [
-        (vars(module), name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if id(value) in found
-    ]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from hvdlite.torch.sharded_state.elementwise import check_elementwise, step_over, take_over
 from hvdlite.torch.sharding.dtensor import DTensor, wrapped
-from hvdlite.torch.subclass import OptimizerMixin
+from hvdlite.torch.subclass import OptimizerMixin, hooked
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 State = dict[str, Any]
@@ -113,8 +113,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     return loss
 
 
-_hooked: Any = torch.optim.Optimizer.profile_hook_step
-_LocalStep.step = _hooked(_step)  # type: ignore[method-assign]
+_LocalStep.step = hooked(_step)  # type: ignore[method-assign]
 _LocalStep.step.hooked = True  # type: ignore[attr-defined]
 
 
@@ -155,14 +154,11 @@ class _Part:
             # Summands, where DTensor computed it.
             gradient = gradient.redistribute(placements=placements)
         self.local.grad = self._with_rows(self._part(gradient, "gradient"))
-        self.given = self._parts(known) if known else {}
-
-    def _parts(self, known: State) -> State:
-        return {
+        self.given = {
             name: self._with_rows(self._part(value, name))
             if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0)
             else value
-            for name, value in known.items()
+            for name, value in (known or {}).items()
         }
 
     def _with_rows(self, tensor: torch.Tensor) -> torch.Tensor:

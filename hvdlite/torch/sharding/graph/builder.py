@@ -89,11 +89,7 @@ class Builder:
         self._graph.output(list(outputs))
         self._graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         self._graph.lint()
-        self._let_moves_own()
-        return GraphModule(self._root, self._graph, "ShardedPart")
-
-    def _let_moves_own(self) -> None:
-        """Let sums take the memory of products, and of gradients that products compute."""
+        # Sums take the memory of products, and of gradients that products compute.
         for node in self._graph.nodes:
             move = node.op == "call_module" and self._root.get_submodule(node.target)
             if isinstance(move, Move):
@@ -105,6 +101,7 @@ class Builder:
                         for user in node.users
                     ),
                 )
+        return GraphModule(self._root, self._graph, "ShardedPart")
 
     def join_sums(self, small: Mapping[Any, torch.dtype]) -> None:
         """Take the sums of gradients of such inputs by one exchange, when all are there.

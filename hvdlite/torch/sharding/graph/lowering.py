@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
-from hvdlite.common.layouts.exchange import along, coordinates_of, repeated, same_parts
+from hvdlite.common.layouts.exchange import coordinates_of, repeated, same_parts
 from hvdlite.common.layouts.layout import Layout, whole
 from hvdlite.common.layouts.operators import Operator, layout_of, summed_gradient
 from hvdlite.common.layouts.propagation import Choice
@@ -28,6 +28,7 @@ from hvdlite.torch.sharding.graph.moves import Move, Summed
 from hvdlite.torch.sharding.planning.calls import Call, is_ref
 from hvdlite.torch.sharding.planning.tracing import Traced
 from hvdlite.torch.sharding.rules import pieces
+from hvdlite.torch.sharding.rules.rule import Site
 from hvdlite.torch.sharding.shares import scale_gradient, share_layout
 
 # The gradients of larger parameters are summed one by one, while backward goes on.
@@ -64,22 +65,6 @@ class _Value:
     is_made: bool = False
 
 
-@dataclass
-class _Site:
-    """What a rule is told of this rank; see `rules.rule.Site`."""
-
-    cuts: Sequence[int]
-    matrix: tuple[int, ...]
-    collectives: Collectives
-
-    @property
-    def coordinates(self) -> Sequence[int]:
-        return coordinates_of(self.matrix, self.collectives.rank)
-
-    def members(self, *axes: int) -> tuple[int, ...]:
-        return along(self.matrix, axes, self.collectives.rank)
-
-
 class Lowering:
     """Builds the graph of one plan, for this rank."""
 
@@ -114,7 +99,9 @@ class Lowering:
     def run(self) -> Lowered:
         """Return the graph."""
         self._inputs()
-        used = self._used_leaves()
+        names = {each for call in self._record.calls for each in call.inputs}
+        names |= set(self._traced.outputs)
+        used = [each for each in self._leaves if each in names]
         for name in used:
             node = self._builder.input(f"leaf{len(self._values)}")
             self._values[name] = _Value(node, self._record.shapes[name], self._leaves[name])
@@ -163,11 +150,6 @@ class Lowering:
         wanted = share_layout(shape, self._ranks) if choice is None else choice.output
         return wanted, repeated(wanted)
 
-    def _used_leaves(self) -> list[str]:
-        names = {each for call in self._record.calls for each in call.inputs}
-        names |= set(self._traced.outputs)
-        return [each for each in self._leaves if each in names]
-
     # How operators want their inputs.
 
     def _all_wishes(self) -> dict[str, set[tuple[Layout, Summed]]]:
@@ -209,7 +191,13 @@ class Lowering:
             )
         value = self._values[name]
         if value.summed and len(self._wishes.get(name, ())) > 1:
-            value = self._settled(name, value)
+            # The sum of what is wanted in several layouts is taken only once.
+            move = Move(
+                value.shape, value.layout, value.summed, value.layout, (), self._collectives
+            )
+            node = self._builder.module(move, (value.node,))
+            value = _Value(node, value.shape, value.layout, (), value.is_made)
+            self._values[name] = value
         dtype = self._record.dtypes[name.removesuffix(" as it comes")]
         if value.is_made or not (dtype.is_floating_point or dtype.is_complex):
             gradient_summed = ()  # It has no gradient.
@@ -223,13 +211,6 @@ class Lowering:
             )
             self._moved[key] = self._builder.module(move, (value.node,))
         return self._moved[key]
-
-    def _settled(self, name: str, value: _Value) -> _Value:
-        """Take the sum of what is wanted in several layouts only once."""
-        move = Move(value.shape, value.layout, value.summed, value.layout, (), self._collectives)
-        node = self._builder.module(move, (value.node,))
-        self._values[name] = _Value(node, value.shape, value.layout, (), value.is_made)
-        return self._values[name]
 
     def _small_leaves(self) -> dict[Any, torch.dtype]:
         """Return the leaves of little memory that nobody changes: biases, and weights of norms."""
@@ -262,7 +243,7 @@ class Lowering:
         target = computed.target
         if computed.rule is not None and computed.rule.local is not None:
             own = self._choices[computed.operator or ""]
-            site = _Site(own.cuts, own.output.device_matrix, self._collectives)
+            site = Site(own.cuts, own.output.device_matrix, self._collectives)
             target, args, kwargs = computed.rule.local(site, args, kwargs)
         if product is not None:
             args = (*args[:2], self._nodes(call)[1], *args[3:])

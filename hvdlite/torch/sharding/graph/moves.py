@@ -54,14 +54,11 @@ class Transfer:
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part."""
         if self._parts:
-            return self._reduce_and_scatter(tensor)
+            sent = self._in_a_row(self._parts, tensor)
+            return self._collectives.reducescatter(sent, self.group).view(self._exchange.shape)
         if len(self.group) > 1:
             tensor = self._collectives.allreduce(tensor, self.group, owned=self.owns)
         return tensor if self.stays else self._cut_anew(tensor)
-
-    def _reduce_and_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        sent = self._in_a_row(self._parts, tensor)
-        return self._collectives.reducescatter(sent, self.group).view(self._exchange.shape)
 
     def _cut_anew(self, tensor: torch.Tensor) -> torch.Tensor:
         steps = self._exchange

@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from hvdlite.torch.sharding.rules.rule import Rule
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class Ref:
@@ -67,13 +65,6 @@ class Call:
 def is_ref(value: Any) -> bool:
     """Return whether an argument of a call is a tensor."""
     return isinstance(value, Ref)
-
-
-def updates_of(function: Any, refs: Sequence[Any]) -> tuple[str, ...]:
-    """Return the running statistics that a norm over a batch changes."""
-    if function is not aten.batch_norm.default or not refs[5]:
-        return ()
-    return tuple(each.name for each in refs[3:5] if is_ref(each))
 
 
 def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.common.layouts.operators import Operand, Operator
-from hvdlite.torch.sharding.planning.calls import Call, Ref, autocasts, draws, updates_of
+from hvdlite.torch.sharding.planning.calls import Call, Ref, autocasts, draws
 from hvdlite.torch.sharding.rules import images, pieces, products
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
 from hvdlite.torch.sharding.rules.rule import Rule, tensors_of
@@ -77,7 +77,8 @@ class Notes:
     ) -> None:
         given = tensors_of(args, kwargs)
         results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        if not results or (changes is None and not renames and _result_is_given(result, given)):
+        is_given = any(result is each for each in given)
+        if not results or (changes is None and not renames and is_given):
             return
         refs, first = tree_map(self._ref, (args, kwargs)), len(self.calls)
         if renames:
@@ -140,12 +141,15 @@ class Notes:
         if rule is None:
             self.whole.add(name)
         several = not isinstance(result, torch.Tensor)
+        updates: tuple[str, ...] = ()
+        if function is aten.batch_norm.default and refs[0][5]:  # Its running statistics.
+            updates = tuple(each.name for each in refs[0][3:5] if isinstance(each, Ref))
         self.calls.append(
             Call(
                 name, function, refs[0], refs[1],
                 tuple(each for each, _ in outputs),
                 tuple(places) if several else (), rule,
-                draws(function, refs[0], refs[1]), changes, updates_of(function, refs[0]),
+                draws(function, refs[0], refs[1]), changes, updates,
                 not torch.is_grad_enabled(),
             )
         )  # fmt: skip
@@ -247,7 +251,8 @@ class Notes:
     def _several(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note views of parts of a tensor, one by one."""
         tensor = args[0]
-        dim = kwargs.get("dim", args[-1 if name == "unbind" else 2] if _has_dim(name, args) else 0)
+        place = 1 if name == "unbind" else 2  # Of the dimension among the arguments.
+        dim = kwargs.get("dim", args[place] if len(args) > place else 0)
         start = 0
         for index, each in enumerate(result):
             if name == "unbind":
@@ -277,16 +282,7 @@ class Notes:
         return name
 
 
-def _has_dim(name: str, args: Sequence[Any]) -> bool:
-    return len(args) > (1 if name == "unbind" else 2)
-
-
 def _new(name: str, args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> Any:
     """Return the arguments of the operator that makes a tensor without another one."""
     options = {**kwargs, "dtype": result.dtype, "device": torch.device("meta")}
     return (list(result.shape), *args[2:]), options
-
-
-def _result_is_given(result: Any, given: Sequence[torch.Tensor]) -> bool:
-    """Return whether an operator returns the very tensor that it was given."""
-    return any(result is each for each in given)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from hvdlite.common.layouts.layout import whole
 from hvdlite.common.layouts.operators import (
@@ -32,6 +31,7 @@ from hvdlite.common.runtime.current import find
 from hvdlite.torch.sharding.planning.plans import Found, Plan, Planned
 from hvdlite.torch.sharding.planning.record import Record
 from hvdlite.torch.sharding.planning.tracing import Traced, trace
+from hvdlite.torch.sharding.rules.rule import tensors_of
 
 _STRATEGY = "_hvdlite_strategy"
 
@@ -129,7 +129,7 @@ def plan(
     }
     entering = [
         choices[name].output if name in choices else leaves.get(name) or whole(each.ndim, ranks)
-        for name, each in zip(traced.inputs, _tensors(inputs), strict=True)
+        for name, each in zip(traced.inputs, tensors_of(inputs, {}), strict=True)
     ]
     leaving = {
         index: choices[f"output{index}"].output
@@ -197,10 +197,6 @@ def _by_operators(
             )
         found.setdefault(recorder.first, found.pop(""))
     return found
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 def _with_ends(traced: Traced, configured: Mapping[str, Strategy]) -> list[Operator]:

@@ -71,11 +71,11 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator, and note it."""
         _refuse_own_derivatives(self._tracer)
-        given = tree_map(self._without_values, (tuple(args), dict(kwargs or {})))
-        args, options = given
+        args, options = tree_map(self._without_values, (tuple(args), dict(kwargs or {})))
         kwargs = dict(options)
-        if "device" in kwargs or not tensors_of(args, kwargs):
-            kwargs = self._on_meta(function, kwargs)
+        makes = "device" in kwargs or not tensors_of(args, kwargs)
+        if makes and any(each.name == "device" for each in function._schema.arguments):
+            kwargs["device"] = torch.device("meta")
         name = function._schema.name.partition("::")[2]
         if name in _NOTHING:
             return args[0]
@@ -134,11 +134,6 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(value)
         return self._stand_ins[id(value)]
 
-    @staticmethod
-    def _on_meta(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        takes = any(each.name == "device" for each in function._schema.arguments)
-        return {**kwargs, "device": torch.device("meta")} if takes else kwargs
-
     def _in_place(
         self, function: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
@@ -167,7 +162,7 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{function} changes a part of a parameter or buffer in place, which a sharded "
                 "part cannot: keep it outside of the part"
             )
-        self._stale |= dict.fromkeys(sharing, f"{self._path}{name}")
+        self._stale |= dict.fromkeys(sharing, ".".join([*self.path[-1:], name]))
         made = overload(*args, **kwargs)
         if isinstance(made, torch.Tensor) and made.dtype != target.dtype:
             self.note(overload, name, args, kwargs, made)
@@ -175,7 +170,3 @@ class Record(Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 aten._to_copy.default, "_to_copy", (made,), {"dtype": target.dtype}
             )  # fmt: skip
         self.note(overload, name, args, kwargs, target, renames=True)
-
-    @property
-    def _path(self) -> str:
-        return f"{self.path[-1]}." if self.path else ""

@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.torch.sharding.planning.calls import Ref, autocasts
 from hvdlite.torch.sharding.planning.record import Record
-from hvdlite.torch.sharding.rules.attention import HeadsApart
-from hvdlite.torch.sharding.rules.views import ListsAsTensors
+from hvdlite.torch.sharding.rules.attention import attention
+from hvdlite.torch.sharding.rules.views import with_tensors
 
 # The attribute of a sharded module that has the forward() from before.
 ORIGINAL = "_hvdlite_forward"
@@ -53,7 +55,10 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
         name: torch.empty(each.shape, dtype=each.dtype, device="meta")
         for name, each in tensors.items()
     }
-    inputs = tree_map(_meta, tuple(example))
+    inputs = tree_map(
+        lambda each: torch.empty_like(each, device="meta") if torch.is_tensor(each) else each,
+        tuple(example),
+    )
     leaves = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
     input_names = [f"input{index}" for index in range(len(leaves))]
     names = {id(each): name for name, each in stand_ins.items()}
@@ -64,7 +69,7 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> Traced:
     with (
         _attributes(module, recorder, input_names), _unsharded(module), _plain_checkpoints(),
         _paths(module, recorder), torch.inference_mode(), torch.enable_grad(),
-        HeadsApart(), ListsAsTensors(), _Casts(recorder), recorder,
+        _Functions(recorder), recorder,
     ):  # fmt: skip
         try:
             result = torch.func.functional_call(module, stand_ins, inputs)
@@ -187,8 +192,12 @@ def _unsharded(module: torch.nn.Module) -> Iterator[None]:
             each.forward = forward
 
 
-class _Casts(TorchFunctionMode):
-    """While it is entered, the record knows how the module has operators cast."""
+class _Functions(TorchFunctionMode):
+    """While it is entered, functions of torch run as they can be recorded.
+
+    Attention has its heads in a dimension of their own, and lists in an index are tensors. The
+    record knows how the module has operators cast.
+    """
 
     def __init__(self, recorder: Record) -> None:
         super().__init__()
@@ -199,6 +208,10 @@ class _Casts(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch."""
         self._recorder.autocasts = autocasts()
+        if function is functional.multi_head_attention_forward:
+            return attention(*args, **(kwargs or {}))
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], with_tensors(args[1]), *args[2:])
         return function(*args, **(kwargs or {}))
 
 
@@ -228,33 +241,23 @@ def _plain_checkpoints() -> Iterator[None]:
                 setattr(checkpoint, name, before)
 
 
-def _meta(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+@contextmanager
+def _paths(module: torch.nn.Module, recorder: Record) -> Iterator[None]:
+    """Keep the path of the submodule that runs at the end of a list."""
 
+    def enter(name: str, *_: Any) -> None:
+        recorder.path.append(name)
 
-class _paths:  # noqa: N801 - reads as a function
-    """Keeps the path of the submodule that runs at the end of a list."""
+    def leave(*_: Any) -> None:
+        recorder.path.pop()
 
-    def __init__(self, module: torch.nn.Module, recorder: Record) -> None:
-        self._module, self._path = module, recorder.path
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for name, submodule in self._module.named_modules():
-            if name:
-                enter = submodule.register_forward_pre_hook(self._entering(name))
-                leave = submodule.register_forward_hook(self._leaving, always_call=True)
-                self._handles += [enter, leave]
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._path.append(name)
-
-        return enter
-
-    def _leaving(self, *_: Any) -> None:
-        self._path.pop()
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+    handles: list[Any] = []
+    for name, submodule in module.named_modules():
+        if name:
+            handles.append(submodule.register_forward_pre_hook(partial(enter, name)))
+            handles.append(submodule.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for each in handles:
+            each.remove()

@@ -2,19 +2,17 @@
 
 `nn.MultiheadAttention` has query, key and value in one product, and folds heads into the batch. Of
 neither can ranks have some heads: that would be every n-th block of a dimension. So while a part is
-recorded, `HeadsApart` has the same written otherwise.
+recorded, `attention` runs in its place, which has the same written otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.sharding.collectives import Collectives
@@ -96,18 +94,6 @@ def rows_of_ranks_apart(packed: torch.Tensor, parts: int, rows: Rows) -> torch.T
     """Return this rank's rows of each part of a tensor that ranks have by rows."""
     found: torch.Tensor = _RowsApart.apply(packed, parts, rows)  # type: ignore[no-untyped-call]
     return found
-
-
-class HeadsApart(TorchFunctionMode):
-    """While it is entered, attention with heads runs as `attention`."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Run a function of torch."""
-        if function is functional.multi_head_attention_forward:
-            return attention(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
 
 
 def attention(

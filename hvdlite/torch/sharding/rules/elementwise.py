@@ -44,12 +44,11 @@ def broadcast_axes(shape: Sequence[int], full: Sequence[int]) -> Axes | None:
     return tuple(first + i if n == full[first + i] else None for i, n in enumerate(shape))
 
 
-def along(argument: str, default: Any = None) -> Maker:
+def along(argument: str) -> Maker:
     """Return the rule of a pointwise operator that needs the dimensions of an argument whole."""
 
     def make(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
-        found = argument_of(function, args, kwargs, argument)
-        dims = default if found is None else found
+        dims = argument_of(function, args, kwargs, argument)
         if dims is None or dims == []:  # All dimensions as one, such as of `roll` without dims.
             return None
         uncut = (dims,) if isinstance(dims, int) else tuple(dims)
@@ -79,11 +78,6 @@ def beside(
     results = [result] if isinstance(result, torch.Tensor) else result
     first, *others = (axes if each.ndim == len(shape) else without for each in results)
     return Rule((axes,), first, shape, also=tuple(others))
-
-
-def last_two(function: Any, args: Args, kwargs: Options, result: torch.Tensor) -> Rule | None:
-    """Return the rule of an operator that needs its last two dimensions whole."""
-    return pointwise(function, args, kwargs, result, (-2, -1))
 
 
 def reduction(summed: bool) -> Maker:

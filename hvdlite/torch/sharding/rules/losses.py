@@ -35,12 +35,6 @@ class Classes:
             return tensor
         return self.collectives.allreduce(tensor, self.others, maximum)
 
-    def over_samples(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all samples."""
-        return (
-            tensor if len(self.samples) == 1 else self.collectives.allreduce(tensor, self.samples)
-        )
-
 
 @dataclass(frozen=True)
 class CrossEntropy:
@@ -131,5 +125,8 @@ def cross_entropy(
     total: torch.Tensor = losses.sum()
     if told.reduction == 2:
         return total
-    mean: torch.Tensor = total / told.classes.over_samples(of_target.sum())
+    classes, count = told.classes, of_target.sum()
+    if len(classes.samples) > 1:
+        count = classes.collectives.allreduce(count, classes.samples)
+    mean: torch.Tensor = total / count
     return mean.to(logits.dtype)

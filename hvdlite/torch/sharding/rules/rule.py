@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+from hvdlite.common.layouts.exchange import along, coordinates_of
+from hvdlite.torch.sharding.collectives import Collectives
 
 Axes = tuple[int | None, ...]
 # What runs on local tensors: a function, its arguments and its keyword arguments.
 Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class Site(Protocol):
+@dataclass
+class Site:
     """Where this rank computes: how the axes of an operator are cut, and which parts it has."""
 
     cuts: Sequence[int]
-    collectives: Any
+    matrix: tuple[int, ...]
+    collectives: Collectives
 
     @property
     def coordinates(self) -> Sequence[int]:
         """Which part this rank has along each axis."""
+        return coordinates_of(self.matrix, self.collectives.rank)
 
     def members(self, *axes: int) -> tuple[int, ...]:
         """Return the ranks that have the other parts along these axes."""
+        return along(self.matrix, axes, self.collectives.rank)
 
 
 @dataclass(frozen=True)

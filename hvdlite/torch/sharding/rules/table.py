@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ _MAKERS: dict[str, Maker] = {
          "logcumsumexp"], elementwise.along("dim"),
     ),
     **dict.fromkeys(["flip", "roll"], elementwise.along("dims")),
-    **dict.fromkeys(["tril", "triu"], elementwise.last_two),
+    **dict.fromkeys(["tril", "triu"], partial(elementwise.pointwise, uncut=(-2, -1))),
     **dict.fromkeys(["layer_norm", "rms_norm"], layers.normalized),
     "group_norm": layers.group_norm,
     **dict.fromkeys(["matmul", "mm", "bmm"], products.matmul),

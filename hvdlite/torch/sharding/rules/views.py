@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from hvdlite.torch.sharding.rules import attention
 from hvdlite.torch.sharding.rules.elementwise import broadcast_axes
@@ -159,22 +158,11 @@ def repeat_interleave(
     return Rule((axes,), axes, tuple(args[0].shape), local=local)
 
 
-class ListsAsTensors(TorchFunctionMode):
-    """While it is entered, lists in an index become tensors with values, as other operators see.
+def with_tensors(index: Any) -> Any:
+    """Return an index whose lists are tensors with values, as other operators see.
 
     torch would make them on the device of what is indexed, which has no values in a trace.
     """
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Run a function of torch."""
-        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-            args = (args[0], _with_tensors(args[1]), *args[2:])
-        return function(*args, **(kwargs or {}))
-
-
-def _with_tensors(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(_as_tensor(each) for each in index)
     # torch takes other lists for tuples in some versions.
