@@ -31,29 +31,24 @@ class AdasumMixin(OptimizerMixin):
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Make the wrapped optimizer's step, and replace it by the Adasum of all ranks' steps."""
-        arguments = [] if closure is None else [closure]
-        if not self._reduction.active:
-            result = super().step(*arguments, **options)
-            self._end_iteration()
-            return result
+        arguments, active = [] if closure is None else [closure], self._reduction.active
         starts = {
             parameter: parameter.detach().clone()
             for parameter, _ in named_by_position(self.param_groups)
-            if parameter.requires_grad
+            if active and parameter.requires_grad
         }
         with self._allow_step():
             result = super().step(*arguments, **options)
-        with torch.no_grad():
-            self._combine(starts)
-        self._end_iteration()
-        self._end_step()
+        if active:
+            with torch.no_grad():
+                self._combine(starts)
+        for hooks in self._trace_hooks:
+            hooks.on_iteration_end()
+        if active:
+            self._end_step()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # The wrapped step calls the user's hooks.
-
-    def _end_iteration(self) -> None:
-        for hooks in self._trace_hooks:
-            hooks.on_iteration_end()
 
     def _combine(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
         compression, process_set = self._reduction.compression, self._reduction.process_set
