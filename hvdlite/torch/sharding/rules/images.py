@@ -76,8 +76,10 @@ def batch_norm(function: Any, args: Args, kwargs: Options, result: torch.Tensor)
         over = [axis for axis in axes if axis != 1]
         if not training or math.prod(site.cuts[axis] for axis in over) == 1:
             return function, given, options
-        samples = batches.Samples(site.members(*over), site.collectives)
-        return batches.batch_norm, (*given[:5], float(given[6]), float(given[7]), samples), {}
+        members = site.members(*over)
+        site.collectives.join(members)
+        options_of_norm = float(given[6]), float(given[7]), members, site.collectives
+        return batches.batch_norm, (*given[:5], *options_of_norm), {}
 
     channels = len(tensors_of(args, kwargs)) - 1
     return Rule((axes, *[(1,)] * channels), axes, shape, local=local)

@@ -72,11 +72,11 @@ def cross_entropy(function: Any, args: Args, kwargs: Options, result: torch.Tens
     of_target: Axes = (0, *axes[2:])
 
     def local(site: Site, given: tuple[Any, ...], options: dict[str, Any]) -> Run:
-        classes = losses.Classes(
+        told = losses.CrossEntropy(
+            int(reduction), int(ignored), float(smoothing or 0),
             logits.shape[1] // site.cuts[1] * site.coordinates[1], site.members(1),
             site.members(0, *range(2, logits.ndim)), site.collectives,
         )  # fmt: skip
-        told = losses.CrossEntropy(int(reduction), int(ignored), float(smoothing or 0), classes)
         weights = given[2] if len(given) > 2 else None
         return losses.cross_entropy, (given[0], given[1], weights, told), {}
 

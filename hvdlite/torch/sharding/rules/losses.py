@@ -13,12 +13,16 @@ from hvdlite.torch.sharding.rules.pieces import no_rank_has
 
 
 @dataclass(frozen=True)
-class Classes:
-    """The classes that this rank has, from `first` on, and who has the others.
+class CrossEntropy:
+    """What a cross entropy is told: torch's number of the reduction, and whose target counts not.
 
-    `others` have other classes of the same samples, `samples` the same classes of other samples.
+    `smoothing` is the share of a target that all classes have alike. This rank has the classes from
+    `first` on; `others` have other ones of the same samples, `samples` those of other samples.
     """
 
+    reduction: int
+    ignored: int
+    smoothing: float
     first: int
     others: tuple[int, ...]
     samples: tuple[int, ...]
@@ -36,19 +40,6 @@ class Classes:
         return self.collectives.allreduce(tensor, self.others, maximum)
 
 
-@dataclass(frozen=True)
-class CrossEntropy:
-    """What a cross entropy is told: torch's number of the reduction, and whose target counts not.
-
-    `smoothing` is the share of a target that all classes have alike.
-    """
-
-    reduction: int
-    ignored: int
-    smoothing: float
-    classes: Classes
-
-
 class _Losses(torch.autograd.Function):
     """The cross entropy of each sample, and the weight of its target."""
 
@@ -56,16 +47,16 @@ class _Losses(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, weight: Any, told: CrossEntropy
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        classes, smoothing = told.classes, told.smoothing
+        smoothing = told.smoothing
         exact = logits.float() if logits.element_size() < 4 else logits
-        largest = classes.over_classes(exact.amax(1), maximum=True)
+        largest = told.over_classes(exact.amax(1), maximum=True)
         powers = (exact - largest[:, None]).exp()
         counted = target != told.ignored
-        ends = logits.shape[1] * len(classes.others)
+        ends = logits.shape[1] * len(told.others)
         absent = counted & ((target < 0) | (target >= ends))
         if no_rank_has(absent):
             raise IndexError(f"Target {int(target[absent][0])} is out of bounds.")
-        own = target - classes.first
+        own = target - told.first
         here = (own >= 0) & (own < logits.shape[1]) & counted
         own = own.masked_fill(~here, 0)
         # What ranks know of each sample, summed over the classes by one collective.
@@ -75,16 +66,16 @@ class _Losses(torch.autograd.Function):
             known += [weights[own].masked_fill(~here, 0), weights.sum().expand(len(target))]
         if smoothing:
             known.append(exact @ weights)
-        sums, picked, *others = classes.over_classes(torch.stack(known)).unbind()
+        sums, picked, *others = told.over_classes(torch.stack(known)).unbind()
         of_target: Any = counted.to(exact.dtype)
-        of_all: Any = logits.shape[1] * len(classes.others)
+        of_all: Any = ends
         if weight is not None:
             of_target, of_all, *others = others
         largest = sums.log() + largest
         losses = (1 - smoothing) * of_target * (largest - picked)
         scale = (1 - smoothing) * of_target
         if smoothing:
-            share = smoothing / (logits.shape[1] * len(classes.others))
+            share = smoothing / ends
             losses = losses + share * (of_all * largest - others[0])
             ctx.smooth = share * weights
             scale = scale + share * of_all
@@ -125,8 +116,8 @@ def cross_entropy(
     total: torch.Tensor = losses.sum()
     if told.reduction == 2:
         return total
-    classes, count = told.classes, of_target.sum()
-    if len(classes.samples) > 1:
-        count = classes.collectives.allreduce(count, classes.samples)
+    count = of_target.sum()
+    if len(told.samples) > 1:
+        count = told.collectives.allreduce(count, told.samples)
     mean: torch.Tensor = total / count
     return mean.to(logits.dtype)
