@@ -91,11 +91,6 @@ class Feedback:
 
     def __init__(self, compressor: FeedbackCompressor, reduction: ReductionConfig) -> None:
         self.state = FeedbackState(compressor, reduction.process_set)
-        self._reduction = reduction
-
-    def start(self, pending: Sequence[PendingGradient], options: CallOptions) -> FeedbackInFlight:
-        """Start to exchange dense gradients that are packed."""
-        return FeedbackInFlight(pending, self.state, self._reduction, options)
 
     def save(self) -> dict[str, Any]:
         """Return the state as `FeedbackState.save` does, in tensors."""

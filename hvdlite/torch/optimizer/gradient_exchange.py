@@ -228,7 +228,7 @@ class GradientExchange(Exchange):
                 self._send()
 
     def _gather(self, bucket: Sequence[str]) -> None:
-        gathered = []
+        gathered, size_bytes = [], 0
         for name in bucket:
             parameter = self.segment_schedule.parameter_of[name]
             if parameter.grad is None:
@@ -244,8 +244,10 @@ class GradientExchange(Exchange):
                 pending = self._gradients[name] = PendingGradient(name, parameter)
             pending.complete(gradient)
             gathered.append(pending)
+            # A sparse one counts as if it were dense.
+            size_bytes += gradient.numel() * gradient.element_size()
         self._pending.append(gathered)
-        self._pending_bytes += sum(gradient.size_bytes for gradient in gathered)
+        self._pending_bytes += size_bytes
 
     def _send(self) -> None:
         """Start the reduction of all pending buckets."""
@@ -321,7 +323,7 @@ class GradientExchange(Exchange):
             self._in_flight.append(
                 BucketInFlight(dense, compression, options)
                 if self.feedback is None
-                else self.feedback.start(dense, options)
+                else FeedbackInFlight(dense, self.feedback.state, self.reduction, options)
             )
         for gradient in bucket:
             if gradient.packed.is_sparse:

@@ -51,11 +51,6 @@ class PendingGradient:
         """Drop the tensors, so that their memory is free for the next backward."""
         self.gradient = self.packed = self.context = None  # type: ignore[assignment]
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of the gradient; a sparse one counts as if it were dense."""
-        return self.gradient.numel() * self.gradient.element_size()
-
     def move_to(self, flat: FlatGradients) -> None:
         """Move the gradient into the buffer of its segment."""
         set_to_none = self.parameter.grad is None
