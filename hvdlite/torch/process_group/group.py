@@ -65,26 +65,20 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
 
     name = getBackendName
 
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """The name that torch has given to the group."""
-        return self._caller.torch_name
-
     def getGroupName(self) -> str:  # noqa: N802 - the name of C++
         """Return the name that torch has given to the group."""
         return self._caller.torch_name
 
+    group_name = property(getGroupName)
+
     def _set_group_name(self, name: str) -> None:
         self._caller.be_called(name)
-
-    @property
-    def group_desc(self) -> str:
-        """What torch says that the group is for."""
-        return self._desc
 
     def getGroupDesc(self) -> str:  # noqa: N802 - the name of C++
         """Return what torch says that the group is for."""
         return self._desc
+
+    group_desc = property(getGroupDesc)
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc

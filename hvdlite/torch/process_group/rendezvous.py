@@ -80,20 +80,10 @@ def _check(said: Mapping[str, str], rank: int, size: int) -> None:
 
 
 def _shared_store(runtime: Runtime, timeout: timedelta) -> Any:
-    """Return a part of the store of this world that no other process group has."""
-    _begin_together(runtime, timeout)
-    kept = _stores.setdefault(runtime, _Kept())
-    if kept.store is None:
-        kept.store = _new_store(runtime)
-    kept.groups += 1
-    prefixed: Any = getattr(dist, "PrefixStore")  # noqa: B009 - torch does not say that it has it
-    store = prefixed(f"hvdlite/{kept.groups}", kept.store)
-    store.set_timeout(timeout)
-    return store
+    """Return a part of the store of this world that no other process group has.
 
-
-def _begin_together(runtime: Runtime, timeout: timedelta) -> None:
-    """Sleep until all ranks make a group. Raises `HorovodInternalError` after `timeout`."""
+    Sleeps until all ranks make a group. Raises `HorovodInternalError` after `timeout`.
+    """
     entry = Entry(Request(GLOBAL_ID, f"{ROUND}.begin", "barrier"))
     runtime.engine.enqueue([entry])
     if not entry.handle.ended_within(waitable(timeout.total_seconds())):
@@ -104,6 +94,14 @@ def _begin_together(runtime: Runtime, timeout: timedelta) -> None:
             job_goes_on=True,
         )
     entry.handle.wait()
+    kept = _stores.setdefault(runtime, _Kept())
+    if kept.store is None:
+        kept.store = _new_store(runtime)
+    kept.groups += 1
+    prefixed: Any = getattr(dist, "PrefixStore")  # noqa: B009 - torch does not say that it has it
+    store = prefixed(f"hvdlite/{kept.groups}", kept.store)
+    store.set_timeout(timeout)
+    return store
 
 
 def _new_store(runtime: Runtime) -> Any:
