@@ -58,9 +58,8 @@ class Transfer:
             return self._collectives.reducescatter(sent, self.group).view(self._exchange.shape)
         if len(self.group) > 1:
             tensor = self._collectives.allreduce(tensor, self.group, owned=self.owns)
-        return tensor if self.stays else self._cut_anew(tensor)
-
-    def _cut_anew(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.stays:
+            return tensor
         steps = self._exchange
         if steps.is_local:
             (box,) = steps.sends

@@ -30,7 +30,11 @@ def rows_apart(packed: torch.Tensor, parts: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """The ranks that have the other rows of a packed tensor, and this rank's place among them."""
+    """The ranks that have the other rows of a packed tensor, and this rank's place among them.
+
+    Each rank holds as many blocks of rows as there are parts. Block `b` of all of them belongs to
+    the part ``b // n`` and the rank ``b % n``, with `n` ranks.
+    """
 
     members: tuple[int, ...]
     place: int
@@ -39,35 +43,7 @@ class Rows:
     def __post_init__(self) -> None:
         self.collectives.join(self.members)
 
-    def to_parts(self, packed: torch.Tensor, parts: int) -> torch.Tensor:
-        """Return this rank's rows of each part.
-
-        Each rank holds as many blocks of rows as there are parts. Block `b` of all of them belongs
-        to the part ``b // n`` and the rank ``b % n``, with `n` ranks.
-        """
-        blocks = packed.reshape(parts, -1)
-        order, sends, receives = self._ways(parts)
-        sent, length = blocks[order].view(-1), blocks.shape[1]
-        came = self.collectives.alltoall(
-            sent, [n * length for n in sends], [n * length for n in receives], self.members
-        )
-        return came.view(parts, -1, *packed.shape[1:])
-
-    def to_packed(self, apart: torch.Tensor) -> torch.Tensor:
-        """Return the rows that `to_parts` was given."""
-        parts = len(apart)
-        blocks = apart.reshape(parts, -1)
-        order, sends, receives = self._ways(parts)
-        length = blocks.shape[1]
-        came = self.collectives.alltoall(
-            blocks.reshape(-1), [n * length for n in receives], [n * length for n in sends],
-            self.members,
-        )  # fmt: skip
-        found = torch.empty_like(blocks)
-        found[order] = came.view(parts, -1)
-        return found.view(-1, *apart.shape[2:])
-
-    def _ways(self, parts: int) -> tuple[list[int], list[int], list[int]]:
+    def ways(self, parts: int) -> tuple[list[int], list[int], list[int]]:
         """Return the order in which blocks are sent, and how many go to and come from members."""
         n = len(self.members)
         goals = [(self.place * parts + block) % n for block in range(parts)]
@@ -79,14 +55,33 @@ class Rows:
 
 
 class _RowsApart(torch.autograd.Function):
+    """The rows of each part that this rank has; going back, the gradient of the packed rows."""
+
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, parts: int, rows: Rows) -> torch.Tensor:
         ctx.rows = rows
-        return rows.to_parts(packed, parts)
+        blocks = packed.reshape(parts, -1)
+        order, sends, receives = rows.ways(parts)
+        sent, length = blocks[order].view(-1), blocks.shape[1]
+        came = rows.collectives.alltoall(
+            sent, [n * length for n in sends], [n * length for n in receives], rows.members
+        )
+        return came.view(parts, -1, *packed.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
-        return ctx.rows.to_packed(gradients[0]), None, None
+        (apart,), rows = gradients, ctx.rows
+        parts = len(apart)
+        blocks = apart.reshape(parts, -1)
+        order, sends, receives = rows.ways(parts)
+        length = blocks.shape[1]
+        came = rows.collectives.alltoall(
+            blocks.reshape(-1), [n * length for n in receives], [n * length for n in sends],
+            rows.members,
+        )  # fmt: skip
+        found = torch.empty_like(blocks)
+        found[order] = came.view(parts, -1)
+        return found.view(-1, *apart.shape[2:]), None, None
 
 
 @untraced
