@@ -58,12 +58,6 @@ class Call:
         summing = self.options.reduce_op in (ReduceOp.SUM, ReduceOp.AVERAGE)
         return self.exchange is None and (summing or not reduces)
 
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether each element of a result is made of the same element of the ranks' inputs."""
-        adasum = self.options.reduce_op is ReduceOp.ADASUM and SPECS[self.collective].reduces
-        return self.exchange is None and not adasum
-
     def derived(self, suffix: str) -> Call:
         """Return the same collective under a name that is made of this one's."""
         name = None if self.name is None else f"{self.name}.{suffix}"
@@ -109,21 +103,21 @@ class Call:
         """
         if self.is_signal:
             return [Kind((), np.dtype(np.int32))]
-        return [Kind(self._shape(kind.shape), kind.dtype) for kind in inputs]
-
-    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if self.keeps_shape:
-            return shape
+            return [*inputs]
         runtime, spec = for_collective(), SPECS[self.collective]
         members = members_of(runtime, self.collective, self.options.process_set)
-        if spec.splits and shape[0] % len(members):
-            raise ValueError(
-                f"{self.collective}: {shape[0]} rows cannot be divided evenly among "
-                f"{len(members)} ranks"
-            )
-        rows = shape[0]
-        if spec.scatters:
-            rows = split_rows(rows, len(members))[members.index(runtime.rank)]
-        elif not spec.splits:
-            rows *= len(members)
-        return rows, *shape[1:]
+        found = []
+        for kind in inputs:
+            rows = kind.shape[0]
+            if spec.splits and rows % len(members):
+                raise ValueError(
+                    f"{self.collective}: {rows} rows cannot be divided evenly among "
+                    f"{len(members)} ranks"
+                )
+            if spec.scatters:
+                rows = split_rows(rows, len(members))[members.index(runtime.rank)]
+            elif not spec.splits:
+                rows *= len(members)
+            found.append(Kind((rows, *kind.shape[1:]), kind.dtype))
+        return found

@@ -19,7 +19,7 @@ from hvdlite.checkpoint import compression, public
 from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.public import *  # noqa: F403
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Tensors
-from hvdlite.jax.sharded_state.shards import Shard, gather, is_shard
+from hvdlite.jax.sharded_state.shards import gather, is_shard
 from hvdlite.jax.trees import from_host, is_key, remembers, to_host
 
 
@@ -44,18 +44,25 @@ class JaxTensors(Tensors):
         if remembers(thing):
             return _compression(thing, context)
         if is_shard(thing):
-            return _whole(thing, context, self.whole.get(id(thing)))
+            whole = self.whole.get(id(thing))
+            if whole is None:
+                raise ValueError(
+                    f"each rank has another part of '{context.prefix.removesuffix('.')}', by "
+                    "shard_state=True: give optimizer.consolidate(state)"
+                )
+            return Owner(thing, whole, thing.of_whole, is_replaced=True)
         found = _children(thing)
         if found is None:
             return super().owner(thing, context)
         children, structure = found
         # Dicts in it are changed while they are loaded, and what holds them may be immutable.
         tree = {name: _with_new_dicts(child) for name, child in children.items()}
-
-        def rebuilt(found: dict[Any, Any]) -> Any:
-            return jax.tree_util.tree_unflatten(structure, [*found.values()])
-
-        return Owner(thing, tree, rebuilt, is_replaced=True)
+        return Owner(
+            thing,
+            tree,
+            lambda found: jax.tree_util.tree_unflatten(structure, [*found.values()]),
+            is_replaced=True,
+        )
 
     def parts(self, thing: Any) -> Mapping[Any, Any]:
         """Return what is in a node of a pytree, by its names."""
@@ -87,15 +94,6 @@ def _compression(optimizer: Any, context: Context) -> Owner:
             optimizer.load_compression_state(compression.restored(loaded[compression.KEY]))
 
     return Owner(optimizer, dict(entries), install, layouts=layouts)
-
-
-def _whole(shard: Shard, context: Context, whole: Array | None) -> Owner:
-    if whole is None:
-        raise ValueError(
-            f"each rank has another part of '{context.prefix.removesuffix('.')}', by "
-            "shard_state=True: give optimizer.consolidate(state)"
-        )
-    return Owner(shard, whole, shard.of_whole, is_replaced=True)
 
 
 def _children(thing: Any) -> tuple[dict[Any, Any], Any] | None:

@@ -43,8 +43,11 @@ def broadcast_parameters(
         if is_array(leaf):
             name = f"broadcast_parameters.{jax.tree_util.keystr(path)}"
             values = to_host(leaf)
-            handles[path] = _forms.broadcast_async(_sent(values), root_rank, name, process_set)
-            kinds[path] = values.dtype, values.shape
+            dtype = values.dtype
+            kinds[path] = dtype, values.shape
+            if dtype.name not in DTYPES or not dtype.isnative:  # Collectives move it as bytes.
+                values = np.ravel(values).view(np.uint8)
+            handles[path] = _forms.broadcast_async(values, root_rank, name, process_set)
     received = []
     for path, leaf in leaves:
         if path not in handles:
@@ -54,13 +57,6 @@ def broadcast_parameters(
         values = _forms.synchronize(handles[path]).view(dtype).reshape(shape)
         received.append(from_host(values, leaf))
     return jax.tree_util.tree_unflatten(structure, received)
-
-
-def _sent(values: Array) -> Array:
-    """Return values of a dtype that collectives have: others are moved as bytes."""
-    dtype = values.dtype
-    known = dtype.name in DTYPES and dtype.isnative
-    return values if known else np.ravel(values).view(np.uint8)
 
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]

@@ -16,7 +16,7 @@ from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.common.tensors.compression import COMPLEX
 from hvdlite.jax.calls import Call
-from hvdlite.jax.programs import exchange, is_tracing
+from hvdlite.jax.programs import exchange, is_of_integers, is_tracing
 
 Gradients = Mapping[str, Any]
 
@@ -31,11 +31,6 @@ class _Leaf(str):
         leaf = cls(jax.tree_util.keystr(path))
         leaf.keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
         return leaf
-
-    @property
-    def dotted(self) -> str:
-        """The path as those of models are: a key such as "mlp/~/linear_0" is one step of it."""
-        return ".".join(key.replace(".", "_").replace("/", "_") for key in self.keys)
 
 
 class _Paths(Sources):
@@ -68,10 +63,10 @@ class Reducer(reducer.Reducer):
         Raises `HorovodInternalError` when the reduction fails, and outside of a program at once.
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
-        sent = [(path, leaf) for path, leaf in leaves if not _is_of_integers(leaf)]
+        sent = [(path, leaf) for path, leaf in leaves if not is_of_integers(leaf)]
         paths = [_Leaf.at(path) for path, _ in sent]
         reduced = iter(self.reduce([leaf for _, leaf in sent], paths))
-        results = [leaf if _is_of_integers(leaf) else next(reduced) for _, leaf in leaves]
+        results = [leaf if is_of_integers(leaf) else next(reduced) for _, leaf in leaves]
         return jax.tree_util.tree_unflatten(structure, results)
 
     def send(
@@ -86,16 +81,13 @@ class Reducer(reducer.Reducer):
 
     def describe(self, name: str, gradient: Any, source: Any) -> segmentation.Gradient | None:
         array = jnp.asarray(gradient)
-        path = source.dotted if isinstance(source, _Leaf) else source
+        path = source
+        if isinstance(source, _Leaf):  # As in models: a key such as "mlp/~/linear_0" is one step.
+            path = ".".join(key.replace(".", "_").replace("/", "_") for key in source.keys)
         return segmentation.Gradient(name, array.nbytes, array.dtype.name, path)
 
     def divide_by_size(self, gradient: Any) -> Any:
         return gradient / self.reduction.process_set.size()
-
-
-def _is_of_integers(gradient: Any) -> bool:
-    """Return whether it is what JAX gives for integers (``allow_int``), which has no values."""
-    return bool(getattr(gradient, "dtype", None) == jax.dtypes.float0)
 
 
 def _send(
@@ -140,9 +132,8 @@ def _buckets(
 ) -> list[tuple[Sequence[str], Callable[[Sequence[str]], Any]]]:
     """Return the gradients that are handed over together, each time with how."""
     segments = reducer.segments
-    if (
-        reducer.feedback is not None
-    ):  # The same on all ranks: groups, and each other gradient alone.
+    if reducer.feedback is not None:
+        # The same on all ranks: groups, and each other gradient alone.
         _, buckets = single_and_grouped(list(arrays), groups, segmented=True)
         return [(names, segments.options) for names in buckets]
     single, buckets = single_and_grouped(

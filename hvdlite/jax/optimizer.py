@@ -156,7 +156,13 @@ def _in_passes(
     def init(params: Any) -> optax.MultiStepsState:
         # Two arrays of their own, as a program may get both to overwrite.
         mini_step, gradient_step = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-        total = jax.tree_util.tree_map(_sum_of_none, params)
+        # Zeros with room for many gradients of a parameter: of float32 at least.
+        total = jax.tree_util.tree_map(
+            lambda leaf: jnp.zeros(
+                jnp.shape(leaf), jnp.promote_types(jnp.result_type(leaf), jnp.float32)
+            ),
+            params,
+        )
         return optax.MultiStepsState(mini_step, gradient_step, optimizer.init(params), total)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -191,11 +197,6 @@ def _in_passes(
         return last() if step else other()
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _sum_of_none(leaf: Any) -> Any:
-    """Return zeros with room for many gradients of a parameter: of float32 at least."""
-    return jnp.zeros(jnp.shape(leaf), jnp.promote_types(jnp.result_type(leaf), jnp.float32))
 
 
 def _as(new: Any, old: Any) -> Any:

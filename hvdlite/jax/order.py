@@ -92,22 +92,16 @@ def _token_of_last_good(tokens: Any, effect: Any, *devices: Any) -> Any:
 
     JAX would fail every program that follows with the error of the first.
     """
-    if effect is EFFECT and _has_failed(tokens.current_tokens.get(EFFECT)):
-        del tokens.current_tokens[EFFECT]
     if effect is EFFECT:
+        token = tokens.current_tokens.get(EFFECT)
+        if token is not None and token._buf.is_ready():
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                del tokens.current_tokens[EFFECT]
         with _tokens_lock:
             _tokens_of_threads[threading.current_thread()] = tokens.current_tokens
     return _token_of_last(tokens, effect, *devices)
-
-
-def _has_failed(token: Any) -> bool:
-    if token is None or not token._buf.is_ready():
-        return False
-    try:
-        token.block_until_ready()
-    except jax.errors.JaxRuntimeError:
-        return True
-    return False
 
 
 dispatch.RuntimeTokenSet.get_token_input = _token_of_last_good

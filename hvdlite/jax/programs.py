@@ -19,6 +19,7 @@ from jax._src import core, effects
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.runtime.current import finder, use
 from hvdlite.common.tensors.numpy_adapter import Array, aligned_empty
@@ -70,7 +71,7 @@ def _with_gradient(run: Callable[..., Any], back: Back) -> Callable[..., Any]:
     def backward(_: None, gradients: list[Any]) -> tuple[Any, ...]:
         made = back([*map(_with_values, gradients)])
         return tuple(
-            None if _is_empty(of_result) else each
+            None if is_of_integers(of_result) else each
             for each, of_result in zip(made, gradients, strict=True)
         )
 
@@ -79,14 +80,14 @@ def _with_gradient(run: Callable[..., Any], back: Back) -> Callable[..., Any]:
     return made
 
 
-def _is_empty(tangent: Any) -> bool:
-    """Return whether it is of integers: then it has no values, not even zeros."""
-    return bool(tangent.dtype == jax.dtypes.float0)
+def is_of_integers(gradient: Any) -> bool:
+    """Return whether it is what JAX gives for integers (``allow_int``): it has no values."""
+    return bool(getattr(gradient, "dtype", None) == jax.dtypes.float0)
 
 
 def _with_values(tangent: Any) -> Any:
     """Return what can be sent: zeros for one of integers, beside which there may be others."""
-    return jnp.zeros(tangent.shape, jnp.float32) if _is_empty(tangent) else tangent
+    return jnp.zeros(tangent.shape, jnp.float32) if is_of_integers(tangent) else tangent
 
 
 def _by_call(items: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
@@ -278,7 +279,8 @@ def _batch(
     for call, inputs, places in zip(
         calls, _by_call(arrays, counts), _by_call(dims, counts), strict=True
     ):
-        if not call.is_elementwise:
+        adasum = call.options.reduce_op is ReduceOp.ADASUM and SPECS[call.collective].reduces
+        if adasum or call.exchange is not None:
             raise ValueError(
                 f"{call.collective}: jax.vmap would make one tensor of those of all elements, and "
                 f"{'Adasum' if call.exchange is None else 'this compression'} treats a tensor as a "

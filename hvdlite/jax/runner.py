@@ -67,16 +67,12 @@ class JaxRunner(EngineRunner[Any]):
         if options.splits is not None and len({*options.splits}) == 1:  # As without any.
             parts = len(options.splits) * int(options.splits[0])
             options = options._replace(splits=None) if parts == tensors[0].shape[0] else options
-        call = Call(collective, options, name)
-        (results,) = exchange([(call, tensors)], back)
-        return CollectiveResult(results, self._rows(call, results))
-
-    def _rows(self, call: Call, results: Sequence[Any]) -> list[Any]:
-        """Return how many rows of each result came from each member: as many from all."""
-        if not SPECS[call.collective].varying_rows:
-            return [() for _ in results]
-        members = members_of(for_collective(), call.collective, call.options.process_set)
-        return [[each.shape[0] // len(members)] * len(members) for each in results]
+        (results,) = exchange([(Call(collective, options, name), tensors)], back)
+        if not SPECS[collective].varying_rows:
+            return CollectiveResult(results, [() for _ in results])
+        # As many rows of each result came from each member.
+        count = len(members_of(for_collective(), collective, options.process_set))
+        return CollectiveResult(results, [[each.shape[0] // count] * count for each in results])
 
     def record(self, tensors: Sequence[Any], forward: Function, adjoint: Function) -> list[Any]:
         """Return ``forward(tensors)``, with the gradient that `adjoint` makes."""

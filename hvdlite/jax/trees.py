@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,11 +41,3 @@ def from_host(values: Array, like: Any) -> Any:
     if is_key(like):
         return jax.random.wrap_key_data(jnp.array(values), impl=jax.random.key_impl(like))
     return jax.device_put(jnp.array(values), None if like.is_deleted() else like.sharding)
-
-
-def named_arrays(
-    tree: Any, prefix: str = "", is_leaf: Callable[[Any], bool] | None = None
-) -> list[tuple[str, Any]]:
-    """Return the arrays among the leaves of a pytree, each with its path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [(prefix + jax.tree_util.keystr(path), leaf) for path, leaf in leaves if is_array(leaf)]

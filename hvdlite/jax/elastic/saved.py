@@ -64,10 +64,13 @@ class Saved:
         arrays = [to_host(leaf) for leaf in others if is_array(leaf)]
         self.objects = copy.deepcopy([leaf for leaf in others if not is_array(leaf)])
         self.unsent = [optimizer.compression_state() for optimizer in optimizers]
-        self.arrays = [
-            _copied_to(memory, values)
-            for memory, values in zip_longest(kept[: len(arrays)], arrays)
-        ]
+        self.arrays = []
+        for memory, array in zip_longest(kept[: len(arrays)], arrays):
+            if memory is None or (memory.shape, memory.dtype) != (array.shape, array.dtype):
+                self.arrays.append(array.copy())
+            else:
+                np.copyto(memory, array)
+                self.arrays.append(memory)
 
     @property
     def is_divided(self) -> bool:
@@ -175,11 +178,3 @@ def _is_whole(node: Any) -> bool:
 
 def _is_empty(node: Any) -> bool:
     return node is None or (isinstance(node, (dict, list, tuple)) and not node)
-
-
-def _copied_to(memory: Array | None, values: Array) -> Array:
-    if memory is None or (memory.shape, memory.dtype) != (values.shape, values.dtype):
-        copied: Array = values.copy()
-        return copied
-    np.copyto(memory, values)
-    return memory

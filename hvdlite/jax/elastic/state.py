@@ -20,7 +20,7 @@ from hvdlite.common.tensors.comparison import Compared, of_array
 from hvdlite.jax.elastic.saved import OPTIMIZER, Saved
 from hvdlite.jax.order import forget_programs, wait_for_all_programs
 from hvdlite.jax.sharded_state.shards import is_shard
-from hvdlite.jax.trees import named_arrays, to_host
+from hvdlite.jax.trees import is_array, to_host
 
 R = TypeVar("R")
 
@@ -159,5 +159,7 @@ class JaxState(ObjectState):
 
     def _tensors_to_compare(self) -> Iterator[Compared]:
         for name in self._saved_state:
-            for path, leaf in named_arrays(getattr(self, name), name, is_shard):
-                yield of_array(path, to_host(leaf))
+            leaves, _ = jax.tree_util.tree_flatten_with_path(getattr(self, name), is_leaf=is_shard)
+            for path, leaf in leaves:
+                if is_array(leaf):
+                    yield of_array(name + jax.tree_util.keystr(path), to_host(leaf))

@@ -75,31 +75,27 @@ class Registered:
     def start(self, addresses: Sequence[int]) -> Started:
         """Start it on the memory of a program. Raises as the engine does."""
         with use(self.runtime()):
-            return self._start(addresses)
-
-    def _start(self, addresses: Sequence[int]) -> Started:
-        if self.call.names and self.call.exchange is None:
-            return self._start_bucket(addresses)
-        access = READ_AND_WRITE if self.call.keeps_shape else READ
-        inputs = [
-            array_at(address, kind.shape, kind.dtype, access)
-            for address, kind in zip(addresses, self.inputs, strict=False)
-        ]
-        results = inputs
-        if not self.call.keeps_shape:
-            places = zip(addresses[len(inputs) :], self.results, strict=True)
-            results = [
-                array_at(address, kind.shape, kind.dtype, READ_AND_WRITE)
-                for address, kind in places
+            if self.call.names and self.call.exchange is None:
+                if self._bucket is None:
+                    self._bucket = GraphBucket(self)
+                    self._shapes = [
+                        n for each in self.inputs for n in (len(each.shape), *each.shape)
+                    ]
+                execution = self._bucket.start(self._shapes, addresses, is_last=False)
+                return Started([execution.handle], release=execution.release)
+            access = READ_AND_WRITE if self.call.keeps_shape else READ
+            inputs = [
+                array_at(address, kind.shape, kind.dtype, access)
+                for address, kind in zip(addresses, self.inputs, strict=False)
             ]
-        return start_now(self.call, inputs, results)
-
-    def _start_bucket(self, addresses: Sequence[int]) -> Started:
-        if self._bucket is None:
-            self._bucket = GraphBucket(self)
-            self._shapes = [n for kind in self.inputs for n in (len(kind.shape), *kind.shape)]
-        execution = self._bucket.start(self._shapes, addresses, is_last=False)
-        return Started([execution.handle], release=execution.release)
+            results = inputs
+            if not self.call.keeps_shape:
+                places = zip(addresses[len(inputs) :], self.results, strict=True)
+                results = [
+                    array_at(address, kind.shape, kind.dtype, READ_AND_WRITE)
+                    for address, kind in places
+                ]
+            return start_now(self.call, inputs, results)
 
 
 _registered: dict[int, Registered] = {}

@@ -67,7 +67,15 @@ def DistributedOptimizer(  # noqa: N802
     than the servers have, for arrays that are not floating-point, and inside `jax.jit`.
     """
     options = TableOptions.of(mode, staleness, op, scale, partition)
-    arrays = _named_arrays(params)
+    leaves = named(params)
+    check_untraced(*leaves.values())
+    arrays = {name: jnp.asarray(leaf) for name, leaf in leaves.items()}
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} is {array.dtype}: servers step over floating-point arrays. Give a pytree "
+                "of those alone"
+            )
     check_pieces(optimizer, params, _REMEDIES[partition], whole=partition == "tensor")
     if context.role() == "server":
         stay_on_cpus()
@@ -82,20 +90,6 @@ def updater_for(
     if described.rows is not None:
         return OptaxRows(new_store(described), optimizer)
     return OptaxUpdater(optimizer, described, whole=whole)
-
-
-def _named_arrays(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a pytree by their paths. Raises `ValueError` for wrong ones."""
-    leaves = named(tree)
-    check_untraced(*leaves.values())
-    arrays = {name: jnp.asarray(leaf) for name, leaf in leaves.items()}
-    for name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(
-                f"{name} is {array.dtype}: servers step over floating-point arrays. Give a pytree "
-                "of those alone"
-            )
-    return arrays
 
 
 class ServedOptimizer:

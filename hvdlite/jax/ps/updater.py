@@ -163,18 +163,16 @@ class OptaxRows(AddedRows):
         self._add_slots()
         self._numbers = {}
 
-    def _set_numbers(self, given: Mapping[str, Any]) -> None:
-        leaves = {**self._first, **self._common}
-        own = jax.tree_util.tree_unflatten(self._structure, [leaves[path] for path in self._paths])
-        changed = named(with_numbers(own, given))
-        self._common = {path: to_host(changed[path]) for path in self._common}
-        self._numbers = given
-
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
         """See `Updater`."""
         for given in numbers[:1]:
             if given != self._numbers:
-                self._set_numbers(given)
+                leaves = {**self._first, **self._common}
+                ordered = [leaves[path] for path in self._paths]
+                own = jax.tree_util.tree_unflatten(self._structure, ordered)
+                changed = named(with_numbers(own, given))
+                self._common = {path: to_host(changed[path]) for path in self._common}
+                self._numbers = given
         ids, rows = gradients
         places, slots = self.store.places(ids), self.store.slots
         state = {path: _flat(slot[places]) for path, slot in slots.items()}

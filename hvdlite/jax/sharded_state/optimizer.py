@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -17,9 +18,10 @@ from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.jax import mpi_ops
 from hvdlite.jax.compression import Compression
 from hvdlite.jax.sharded_state import elementwise
-from hvdlite.jax.sharded_state.shards import Cut, Shard, has_shards, is_shard
+from hvdlite.jax.sharded_state.shards import Cut, Shard, is_shard
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
+CutOf: TypeAlias = Callable[[tuple[int, ...]], Cut]
 _NEED = (
     "shard_state=True updates a part of each parameter, so that it needs a transformation that "
     "treats each element on its own, as sgd, adam and adamw do; those that look at norms, shapes "
@@ -44,18 +46,20 @@ def sharded(optimizer: Optimizer, reduction: ReductionConfig) -> Optimizer:
     if differs:
         raise ValueError(f"an update of parts gives other values than one of the whole: {_NEED}")
 
+    cut_of = partial(Cut.of, process_set=reduction.process_set)
+
     def init(params: Any) -> Any:
         if not reduction.active:
             return optimizer.init(params)
-        _check_elementwise(optimizer, params, reduction.process_set)
-        return optimizer.init(_cut(params, reduction.process_set))
+        _check_elementwise(optimizer, params, cut_of)
+        return optimizer.init(_cut(params, cut_of))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not reduction.active:
             stepped: tuple[Any, Any] = optimizer.update(updates, state, params, **extra)
             return stepped
-        _check_state(optimizer, state, updates, reduction.process_set)
-        own = None if params is None else _cut(params, reduction.process_set)
+        _check_state(optimizer, state, updates, cut_of)
+        own = None if params is None else _cut(params, cut_of)
         shards = _reduced(updates, reduction)
         changes, following = optimizer.update(shards, state, own, **extra)
         return _gathered(changes, reduction.process_set), following
@@ -63,12 +67,12 @@ def sharded(optimizer: Optimizer, reduction: ReductionConfig) -> Optimizer:
     return Optimizer(init, update)
 
 
-def _cut(tree: Any, process_set: ProcessSet) -> Any:
-    """Return this rank's parts of the arrays of a pytree."""
+def _cut(tree: Any, cut_of: CutOf) -> Any:
+    """Return a rank's parts of the arrays of a pytree, as `cut_of` cuts their shapes."""
 
     def one(leaf: Any) -> Shard:
         array = jnp.asarray(leaf)
-        cut = Cut.of(array.shape, process_set)
+        cut = cut_of(array.shape)
         return Shard(cut.own(array), cut)
 
     return jax.tree_util.tree_map(one, tree)
@@ -87,15 +91,13 @@ def _in_groups(
     Groups are the same on all ranks. The last gradients are the first that backward computes.
     """
     found: list[Any] = []
-    for group in split_by_bytes(leaves[::-1], _nbytes, ENOUGH_BYTES):
+    for group in split_by_bytes(
+        leaves[::-1], lambda leaf: int(leaf[1].size) * int(leaf[1].dtype.itemsize), ENOUGH_BYTES
+    ):
         path = jax.tree_util.keystr(group[0][0])
         name = f"DistributedOptimizer.{what}.{path}"
         found += collective([array for _, array in group], name)
     return found[::-1]
-
-
-def _nbytes(leaf: tuple[Any, Any]) -> int:
-    return int(leaf[1].size) * int(leaf[1].dtype.itemsize)
 
 
 def _reduced(gradients: Any, reduction: ReductionConfig) -> Any:
@@ -145,20 +147,21 @@ def _check_reduction(reduction: ReductionConfig) -> None:
         raise ValueError("shard_state=True: a segmentation has no place where gradients are cut")
 
 
-def _check_state(optimizer: Optimizer, state: Any, gradients: Any, process_set: ProcessSet) -> None:
+def _check_state(optimizer: Optimizer, state: Any, gradients: Any, cut_of: CutOf) -> None:
     """Raise `RuntimeError` for a state of other ranks, and `ValueError` for one that is whole."""
     for leaf in jax.tree_util.tree_leaves(state, is_leaf=is_shard):
         if is_shard(leaf):
             leaf.cut.check()
             return
-    if has_shards(jax.eval_shape(lambda each: optimizer.init(_cut(each, process_set)), gradients)):
+    own = jax.eval_shape(lambda each: optimizer.init(_cut(each, cut_of)), gradients)
+    if any(map(is_shard, jax.tree_util.tree_leaves(own, is_leaf=is_shard))):
         raise ValueError(
             "shard_state=True: the state is whole, and each rank needs its part: take that of this "
             "optimizer's init(params), or adopt(state, params)"
         )
 
 
-def _check_elementwise(optimizer: Optimizer, params: Any, process_set: ProcessSet) -> None:
+def _check_elementwise(optimizer: Optimizer, params: Any, cut_of: CutOf) -> None:
     """Raise `ValueError` if parts of the state cannot make up the state of these parameters.
 
     Shapes are compared, and the values of a few updates of small parameters of the same names.
@@ -167,7 +170,7 @@ def _check_elementwise(optimizer: Optimizer, params: Any, process_set: ProcessSe
         lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params
     )
     whole = jax.eval_shape(optimizer.init, outlines)
-    parts = jax.eval_shape(lambda each: optimizer.init(_cut(each, process_set)), outlines)
+    parts = jax.eval_shape(lambda each: optimizer.init(_cut(each, cut_of)), outlines)
     shapes = jax.tree_util.tree_map(_shape_of_whole, parts, is_leaf=is_shard)
     wanted = jax.tree_util.tree_map(lambda leaf: str((leaf.shape, leaf.dtype)), whole)
     if jax.tree_util.tree_flatten(shapes) != jax.tree_util.tree_flatten(wanted):
@@ -193,26 +196,20 @@ def _differs(optimizer: Optimizer, outlines: Any) -> bool:
     """Return whether two ranks, with a part each, come to something else than one does alone."""
 
     def cut(tree: Any) -> list[Any]:
-        return [_cut_in_trial(tree, rank) for rank in range(_MEMBERS)]
+        return [
+            _cut(tree, lambda shape, rank=rank: Cut(shape, rank, _MEMBERS, global_process_set))
+            for rank in range(_MEMBERS)
+        ]
 
-    small = jax.tree_util.tree_map(_small, outlines)
+    small = jax.tree_util.tree_map(
+        lambda each: jax.ShapeDtypeStruct(
+            tuple(min(length, 3) for length in each.shape), each.dtype
+        ),
+        outlines,
+    )
     return elementwise.differs(
         optimizer, elementwise.sample(small, np.random.default_rng(2)), cut, _joined
     )
-
-
-def _small(outline: Any) -> Any:
-    """Return the outline of a small array of as many dimensions."""
-    shape = tuple(min(length, 3) for length in outline.shape)
-    return jax.ShapeDtypeStruct(shape, outline.dtype)
-
-
-def _cut_in_trial(tree: Any, rank: int) -> Any:
-    def one(leaf: Any) -> Shard:
-        cut = Cut(leaf.shape, rank, _MEMBERS, global_process_set)
-        return Shard(cut.own(leaf), cut)
-
-    return jax.tree_util.tree_map(one, tree)
 
 
 def _joined(parts: Sequence[Any]) -> list[Any]:

@@ -137,11 +137,6 @@ def is_shard(node: Any) -> bool:
     return isinstance(node, Shard)
 
 
-def has_shards(tree: Any) -> bool:
-    """Return whether parts of arrays are in a pytree."""
-    return any(map(is_shard, jax.tree_util.tree_leaves(tree, is_leaf=is_shard)))
-
-
 def gather(shards: Mapping[str, Shard]) -> dict[str, Array]:
     """Return the whole arrays by the names of their parts; all ranks give the same names.
 
