@@ -11,7 +11,7 @@ from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.tensors.compression import Compressor
-from hvdlite.tf.topology_ops import size_of
+from hvdlite.tf.topology_ops import answer
 
 
 def dense(value: Any, what: str = "this") -> tf.Tensor:
@@ -54,7 +54,7 @@ def averaged(values: tf.Tensor, options: CallOptions) -> tf.Tensor:
     dtype = values.dtype
     if dtype.is_integer:  # 300 ranks are no int8.
         dtype = tf.float32 if dtype.size <= 2 else tf.float64
-    return tf.cast(values, dtype) / tf.cast(size_of(options.process_set), dtype)
+    return tf.cast(values, dtype) / tf.cast(answer(options.process_set.size, "HorovodSize"), dtype)
 
 
 def allreduce_mixed(

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from hvdlite.common.runtime.basics import local_rank, local_size, rank
 from hvdlite.common.runtime.current import finder, use
-from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.tf.calls.python_graph_ops import in_any_order
 from hvdlite.tf.errors import WithoutOwnFrames, public
@@ -42,11 +41,6 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """
     find = finder()
     return answer(lambda: len(_members(find(), process_set_id)), name or "HorovodSize")
-
-
-def size_of(process_set: ProcessSet) -> tf.Tensor:
-    """Return the number of members that a process set has when a graph is run, as `size_op`."""
-    return answer(process_set.size, "HorovodSize")
 
 
 @public

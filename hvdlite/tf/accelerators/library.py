@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +25,9 @@ from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.tensors.numpy_adapter import Array
+
+if TYPE_CHECKING:
+    from hvdlite.tf.calls.collective_call import Call
 
 log = logging.getLogger("hvdlite")
 
@@ -82,7 +84,7 @@ class Accelerator:
             source, count, kind = memory.data_ptr(), memory.nbytes, DEVICE_TO_DEVICE
         if not count:
             return
-        context, _ = self._copying(self.number(address))
+        context, _ = self._copying(self.cuda.device_of(address))
         with self.cuda.on(context.device):
             self.cuda.do("cudaMemcpyAsync", address, source, count, kind, stream)
             if memory is not None:
@@ -93,7 +95,8 @@ class Accelerator:
     def _copy(self, target: int, source: int, count: int, kind: int) -> None:
         if not count:
             return
-        context, stream = self._copying(self.number(target if kind == HOST_TO_DEVICE else source))
+        on_device = target if kind == HOST_TO_DEVICE else source
+        context, stream = self._copying(self.cuda.device_of(on_device))
         with self._lock, self.cuda.on(context.device):
             self.cuda.do("cudaMemcpyAsync", target, source, count, kind, stream)
             self.cuda.do("cudaStreamSynchronize", stream)
@@ -113,10 +116,6 @@ class Accelerator:
             memory = context.empty(values.size, values.dtype.name)
         self.to_device(memory, values)
         return memory
-
-    def number(self, address: int) -> int:
-        """Return the number that CUDA gives to the device of an address."""
-        return self.cuda.device_of(address)
 
 
 class TensorFlowFramework(CudaFramework):
@@ -201,49 +200,26 @@ DEVICE_TYPE = "GPU"  # Of tensors that a library reduces, in TensorFlow's words.
 HOST_TYPE = "CPU"
 
 
-class _Call(Protocol):
-    @property
-    def tensors(self) -> Sequence[tf.Tensor]: ...
-
-    @property
-    def runtime(self) -> Callable[[], Runtime]: ...
-
-    @property
-    def inputs(self) -> Sequence[tf.Tensor]: ...
-
-
-def accelerator_now(call: _Call) -> Accelerator | None:
+def accelerator_now(call: Call) -> Accelerator | None:
     """Return the GPU that has all tensors of a call, made eagerly; None if they are on the host."""
-    tensors = call.tensors
-    if not tensors or not all(_is_on_device(each) and _is_reduced(each) for each in tensors):
-        return None
-    return accelerator_of(call.runtime())
+    for tensor in call.tensors:
+        # Tensors of 32-bit integers say that they are on a GPU, and their memory is the host's.
+        if f":{DEVICE_TYPE}:" not in tensor.backing_device or tensor.dtype.name not in DTYPES:
+            return None
+    return accelerator_of(call.runtime()) if call.tensors else None
 
 
-def _is_on_device(tensor: tf.Tensor) -> bool:
-    # Tensors of 32-bit integers say that they are on a GPU, and their memory is the host's.
-    return f":{DEVICE_TYPE}:" in tensor.backing_device
-
-
-def _is_reduced(tensor: tf.Tensor) -> bool:
-    return tensor.dtype.name in DTYPES
-
-
-def is_placed(call: _Call, runtime: Runtime | None) -> bool:
+def is_placed(call: Call, runtime: Runtime | None) -> bool:
     """Return whether a call in a graph runs on the GPU: one without splits, which hosts read."""
     if not call.tensors or len(call.inputs) > len(call.tensors):
         return False
-    if accelerator_of(runtime) is None:
+    if accelerator_of(runtime) is None or not tf.config.list_physical_devices(DEVICE_TYPE):
         return False
-    return bool(tf.config.list_physical_devices(DEVICE_TYPE)) and all(
-        _is_reduced(tensor) and _may_be_on_device(tensor) for tensor in call.tensors
-    )
-
-
-def _may_be_on_device(tensor: tf.Tensor) -> bool:
-    device = tensor.device
-    named = tf.DeviceSpec.from_string(device).device_type if device else None
-    return named in (None, DEVICE_TYPE)
+    for tensor in call.tensors:
+        device = tf.DeviceSpec.from_string(tensor.device).device_type if tensor.device else None
+        if tensor.dtype.name not in DTYPES or device not in (None, DEVICE_TYPE):
+            return False
+    return True
 
 
 def placing(on_device: bool) -> AbstractContextManager[Any]:

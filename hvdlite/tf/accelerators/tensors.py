@@ -13,7 +13,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -47,23 +47,6 @@ class _Tensor(ctypes.Structure):
 _pointer_of: Any = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = c_void_p
 _pointer_of.argtypes = ctypes.py_object, ctypes.c_char_p
-
-
-class Lent(NamedTuple):
-    """The memory of a tensor, which exists as long as `capsule` does."""
-
-    address: int
-    capsule: Any
-
-
-def lend(tensor: tf.Tensor) -> Lent:
-    """Return the memory of an eager tensor, whose values are there when this returns.
-
-    Raises `tf.errors.InvalidArgumentError` for a dtype that DLPack has not.
-    """
-    capsule = tf.experimental.dlpack.to_dlpack(tensor)
-    described = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
-    return Lent((described.data or 0) + described.byte_offset, capsule)
 
 
 class Ready:
@@ -138,9 +121,15 @@ def room_like(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
 def _wrapped(
     accelerator: Accelerator, tensor: tf.Tensor, result: DeviceTensor | None = None
 ) -> DeviceTensor:
-    address, owner = lend(tensor)
+    """Return an eager tensor, whose values are there when this returns, by its own memory.
+
+    Raises `tf.errors.InvalidArgumentError` for a dtype that DLPack has not.
+    """
+    capsule = tf.experimental.dlpack.to_dlpack(tensor)  # The memory exists as long as this does.
+    described = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+    address = (described.data or 0) + described.byte_offset
     shape, dtype = tuple(tensor.shape), np.dtype(tensor.dtype.as_numpy_dtype).name
-    memory = DeviceMemory(address, math.prod(shape), dtype, owner)
+    memory = DeviceMemory(address, math.prod(shape), dtype, capsule)
     return DeviceTensor(accelerator, shape, dtype, memory, tensor=tensor, result=result)
 
 
@@ -207,7 +196,7 @@ class _Buffer:
     @property
     def device(self) -> int | None:
         address = self.address
-        return self._tensor.accelerator.number(address) if address else None
+        return self._tensor.accelerator.cuda.device_of(address) if address else None
 
     @property
     def ready(self) -> Event:

@@ -119,7 +119,13 @@ class CompressedCall(_GradientCall):
         adapter: NumpyAdapter = ADAPTER,
         targets: Sequence[Array] | None = None,
     ) -> Started:
-        copies = [_flat_copy(array) for array in arrays]
+        copies: list[Array] = []
+        for array in arrays:
+            if np.iscomplexobj(array):
+                raise ValueError(COMPLEX)
+            # In memory that a tensor can have.
+            copies.append(aligned_empty((math.prod(array.shape),), np.dtype(np.float32)))
+            copies[-1][...] = array.reshape(-1)
         parts = [
             Part(name, copy, array.shape)
             for name, copy, array in zip(self.names, copies, arrays, strict=True)
@@ -134,15 +140,3 @@ class CompressedCall(_GradientCall):
             ]
 
         return Started(lambda: [handle], results)
-
-
-def _flat_copy(array: Array) -> Array:
-    """Return the elements as float32, in memory that a tensor can have.
-
-    Raises `ValueError` for complex numbers.
-    """
-    if np.iscomplexobj(array):
-        raise ValueError(COMPLEX)
-    copy: Array = aligned_empty((math.prod(array.shape),), np.dtype(np.float32))
-    copy[...] = array.reshape(-1)
-    return copy

@@ -235,7 +235,14 @@ def _wait_for_all(calls: Sequence[Call], collectives: Sequence[Started]) -> list
     failures: list[HorovodInternalError] = []
     for call, started in zip(calls, collectives, strict=True):
         try:
-            results.append([_result(array, call) for array in started.arrays()])
+            results.append(
+                [
+                    tensor_of_device(array, call.tensors[0])
+                    if isinstance(array, DeviceTensor)
+                    else tensor_of(array)
+                    for array in started.arrays()
+                ]
+            )
         except HorovodInternalError as error:
             failures.append(error)
     if failures:
@@ -252,12 +259,6 @@ def _start_now(call: Call) -> Started:
     ]
     values += map(array_of, call.inputs[len(values) :])
     return call.start(values, DEVICE_ADAPTER)
-
-
-def _result(array: Any, call: Call) -> tf.Tensor:
-    if isinstance(array, DeviceTensor):
-        return tensor_of_device(array, call.tensors[0])
-    return tensor_of(array)
 
 
 def array_of(tensor: tf.Tensor) -> Array:

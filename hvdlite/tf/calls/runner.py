@@ -20,7 +20,7 @@ from hvdlite.tf.calls.collective_call import Call, TensorCall, run_now
 from hvdlite.tf.calls.python_graph_ops import graphs_around
 from hvdlite.tf.errors import InvalidArgumentError, WithoutOwnFrames
 from hvdlite.tf.native import graph_ops
-from hvdlite.tf.native.loader import library
+from hvdlite.tf.native.library import library
 from hvdlite.tf.topology_ops import answer
 
 
@@ -66,13 +66,6 @@ def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:
     return unique
 
 
-def default_name(collective: str, tensor: tf.Tensor) -> str:
-    """Return Horovod's name for a collective on this tensor of a graph."""
-    name = re.sub(r"^[0-9]+:", "captured:", tensor.name)  # a number that ranks need not share
-    normalized = re.sub(r"[^a-zA-Z0-9_]", "_", name)
-    return f"Horovod{collective.capitalize()}_{normalized}"
-
-
 # -- as automatic differentiation sees them
 
 Function = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -90,9 +83,11 @@ class TensorFlowRunner(Runner[tf.Tensor]):
         if not tensors:
             return CollectiveResult([], [])
         if not tf.executing_eagerly():
-            name = name_in_graph(
-                name or default_name(collective, tensors[0]), self._ignore_name_scope
-            )
+            if not name:  # Horovod's, without a number that ranks need not share.
+                of_tensor = re.sub(r"^[0-9]+:", "captured:", tensors[0].name)
+                normalized = re.sub(r"[^a-zA-Z0-9_]", "_", of_tensor)
+                name = f"Horovod{collective.capitalize()}_{normalized}"
+            name = name_in_graph(name, self._ignore_name_scope)
         elif name is not None and self._ignore_name_scope:
             name = name.rpartition("/")[2]
         (outputs,) = run_calls([TensorCall(collective, tensors, name, options)])

@@ -9,7 +9,6 @@ dataset = hvdlite.tf.data.slice(dataset.batch(8), ((1, 4, 1, 1), (1,)))  # a par
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -120,22 +119,17 @@ def _one_of_each_group(
     # Numbered, so that elements of every structure come as the second one of two.
     groups = dataset.enumerate().window(size, drop_remainder=remainder == "drop")
     result = groups.flat_map(own)
-    return result.map(_with_none(spec, is_none)) if any(is_none) else result
+
+    def with_none(*flat: Any) -> Any:
+        parts = iter(flat)
+        return tf.nest.pack_sequence_as(spec, [None if gone else next(parts) for gone in is_none])
+
+    return result.map(with_none) if any(is_none) else result
 
 
 def _without_none(*element: Any) -> tuple[Any, ...]:
     """Flat, and without the parts that are None in all elements: `window` miscounts them."""
     return tuple(part for part in tf.nest.flatten(element) if part is not None)
-
-
-def _with_none(spec: Any, is_none: list[bool]) -> Callable[..., Any]:
-    """Do the opposite, for elements that `spec` describes."""
-
-    def element(*flat: Any) -> Any:
-        parts = iter(flat)
-        return tf.nest.pack_sequence_as(spec, [None if gone else next(parts) for gone in is_none])
-
-    return element
 
 
 def slice(

@@ -154,13 +154,12 @@ class ComputeService:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             name, arguments = json.loads(connection.recv_bytes(_MOST_BYTES))
-            connection.send_bytes(json.dumps(self._answer(name, arguments)).encode())
-
-    def _answer(self, name: str, arguments: Sequence[Any]) -> tuple[str, Any]:
-        try:
-            return "", self._answers[name](*arguments)
-        except (IndexError, TimeoutError, ValueError) as error:
-            return type(error).__name__, str(error)
+            answer: tuple[str, Any]
+            try:
+                answer = "", self._answers[name](*arguments)
+            except (IndexError, TimeoutError, ValueError) as error:
+                answer = type(error).__name__, str(error)
+            connection.send_bytes(json.dumps(answer).encode())
 
 
 _ERRORS: dict[str, type[Exception]] = {

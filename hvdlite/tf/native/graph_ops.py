@@ -13,10 +13,9 @@ import ctypes
 import itertools
 import math
 import secrets
-import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -36,7 +35,9 @@ from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, placed_at
 from hvdlite.tf.calls.bucket_call import BucketCall
 from hvdlite.tf.calls.collective_call import ADAPTER, Call, Started, by_call
 from hvdlite.tf.calls.python_graph_ops import graphs_around, in_any_order
-from hvdlite.tf.native.library import Library
+
+if TYPE_CHECKING:
+    from hvdlite.tf.native.library import Library
 
 
 class _Registered:
@@ -93,7 +94,10 @@ def run_in_graph(library: Library, calls: Sequence[Call]) -> list[list[tf.Tensor
 def _start(library: Library, call: Call, on_device: bool) -> tf.Tensor:
     number, registered = next(_numbers), _Registered(call)
     _registered[number] = registered
-    _keep(registered)
+    for graph in graphs_around():  # It lives as long as the graph, or a function around it.
+        if not hasattr(graph, "_hvdlite_calls"):
+            graph._hvdlite_calls = []
+        graph._hvdlite_calls.append(registered)
     with placing(on_device):
         return library.start(
             call.inputs,
@@ -106,24 +110,11 @@ def _start(library: Library, call: Call, on_device: bool) -> tf.Tensor:
         )
 
 
-def _keep(registered: _Registered) -> None:
-    """Keep the call alive as long as the graph that is being built, or a function around it."""
-    for graph in graphs_around():
-        if not hasattr(graph, "_hvdlite_calls"):
-            graph._hvdlite_calls = []
-        graph._hvdlite_calls.append(registered)
-
-
 # -- the thread
 
 
 def serve(library: Library) -> None:
-    """Start the thread that starts the collectives of graphs."""
-    threading.Thread(target=_serve, args=(library,), name="hvdlite-tf", daemon=True).start()
-    library.serve()
-
-
-def _serve(library: Library) -> None:
+    """Start the collectives of graphs for ever."""
     while True:
         record = library.next()
         position = 0

@@ -116,13 +116,15 @@ class Accumulator:
             cleared = [each.assign(tf.zeros_like(each), read_value=False) for each in others]
             with tf.control_dependencies(cleared):
                 return [
-                    _read(total.assign(tf.zeros_like(total) if value is None else value))
+                    tf.convert_to_tensor(
+                        total.assign(tf.zeros_like(total) if value is None else value)
+                    )
                     for total, value in pairs
                 ]
 
         def go_on() -> list[tf.Tensor]:
             return [
-                _read(_added(total, value, largest))
+                tf.convert_to_tensor(_added(total, value, largest))
                 for (total, value), largest in zip(pairs, overwritten, strict=True)
             ]
 
@@ -167,10 +169,6 @@ def _added(total: tf.Variable, value: tf.Tensor | None, largest: bool) -> Any:
     if value is None:
         return total
     return total.assign(tf.maximum(total, value)) if largest else total.assign_add(value)
-
-
-def _read(assigned: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(assigned)
 
 
 __all__ = ["Accumulator"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -16,7 +16,7 @@ from hvdlite.common.runtime.current import find
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.common.tensors.compression import AnyCompressor
 from hvdlite.tf.calls.bucket_call import BucketCall, CompressedCall
-from hvdlite.tf.calls.collective_call import TensorCall
+from hvdlite.tf.calls.collective_call import Call, TensorCall
 from hvdlite.tf.calls.runner import TensorFlowRunner, name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_slices, dense
 from hvdlite.tf.variables import SOURCES
@@ -27,61 +27,46 @@ Outputs = list[list[tf.Tensor]]
 _RUNNER = TensorFlowRunner()
 
 
-class _DenseBucket:
-    def __init__(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[tf.Tensor],
-        compression: AnyCompressor,
-        options: Callable[[Sequence[str]], CallOptions],
-    ) -> None:
-        self.names = names
-        self._compression = compression
-        packed = [compression.compress(gradient) for gradient in gradients]
-        self._contexts = [context for _, context in packed]
-        tensors = [tensor for tensor, _ in packed]
-        keys = [_name(name) for name in names]
-        self.calls = [BucketCall(tensors, keys, options(keys))]
+class _Part(NamedTuple):
+    """Gradients that are reduced together, by their names."""
 
-    def receive(self, outputs: Outputs) -> list[Gradient]:
+    names: Sequence[str]
+    calls: Sequence[Call]
+    receive: Callable[[Outputs], Sequence[Gradient]]  # makes them of what the calls return
+
+
+def _dense_bucket(
+    gradients: Mapping[str, tf.Tensor],
+    compression: AnyCompressor,
+    options: Callable[[Sequence[str]], CallOptions],
+) -> _Part:
+    packed = [compression.compress(gradient) for gradient in gradients.values()]
+    keys = [_name(name) for name in gradients]
+
+    def receive(outputs: Outputs) -> list[Gradient]:
         return [
-            self._compression.decompress(tensor, context)
-            for tensor, context in zip(outputs[0], self._contexts, strict=True)
+            compression.decompress(tensor, context)
+            for tensor, (_, context) in zip(outputs[0], packed, strict=True)
         ]
 
-
-class _CompressedBucket:
-    def __init__(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[tf.Tensor],
-        keys: Sequence[str],
-        feedback: BackgroundExchange,
-        first: tuple[str, tuple[int, ...], str],
-    ) -> None:
-        self.names = names
-        self.calls = [CompressedCall(gradients, keys, feedback, first)]
-
-    def receive(self, outputs: Outputs) -> list[Gradient]:
-        return list(outputs[0])
+    call = BucketCall([tensor for tensor, _ in packed], keys, options(keys))
+    return _Part(list(gradients), [call], receive)
 
 
-class _Slices:
-    """A gradient that is `tf.IndexedSlices`: the rows of all ranks are gathered."""
+def _slices(name: str, gradient: tf.IndexedSlices, reduction: ReductionConfig) -> _Part:
+    """Return a gradient that is `tf.IndexedSlices`: the rows of all ranks are gathered."""
+    options = CallOptions(reduction.process_set, reduction.scaling.op)
+    check_slices(gradient, options)
+    calls = [
+        TensorCall("allgather", [tensor], _name(f"{name}.{part}"), options)
+        for tensor, part in ((gradient.values, "values"), (gradient.indices, "indices"))
+    ]
 
-    def __init__(self, name: str, gradient: tf.IndexedSlices, reduction: ReductionConfig) -> None:
-        self.names = [name]
-        self._shape = gradient.dense_shape
-        self._options = CallOptions(reduction.process_set, reduction.scaling.op)
-        check_slices(gradient, self._options)
-        self.calls = [
-            TensorCall("allgather", [tensor], _name(f"{name}.{part}"), self._options)
-            for tensor, part in ((gradient.values, "values"), (gradient.indices, "indices"))
-        ]
-
-    def receive(self, outputs: Outputs) -> list[Gradient]:
+    def receive(outputs: Outputs) -> list[Gradient]:
         (values, _), (indices, _) = outputs
-        return [tf.IndexedSlices(averaged(values, self._options), indices, self._shape)]
+        return [tf.IndexedSlices(averaged(values, options), indices, gradient.dense_shape)]
+
+    return _Part([name], calls, receive)
 
 
 def reduce_gradients(
@@ -108,7 +93,7 @@ def reduce_gradients(
         if gradient is not None
     }
     slices = [
-        _Slices(name, gradient, reduction)
+        _slices(name, gradient, reduction)
         for name, gradient in wanted.items()
         if isinstance(gradient, tf.IndexedSlices) and not reduction.sparse_as_dense
     ]
@@ -120,7 +105,6 @@ def reduce_gradients(
 
     def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         gradients = dict(zip(whole, tensors, strict=True))
-        buckets: Sequence[_DenseBucket | _CompressedBucket]
         if feedback is None:
             buckets = _buckets(gradients, reduction, segments, groups)
         else:
@@ -129,10 +113,9 @@ def reduce_gradients(
         return [results[name] for name in whole]
 
     def adjoint(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        back = [[_backward(name) for name in group] for group in groups]
-        return reduce_gradients(
-            upstream, [_backward(name) for name in whole], reduction, segments, back, feedback
-        )
+        names = [f"{name}.gradient" for name in whole]
+        back = [[f"{name}.gradient" for name in group] for group in groups]
+        return reduce_gradients(upstream, names, reduction, segments, back, feedback)
 
     # For gradients of gradients. Those of slices end here, as TensorFlow's own often do.
     recorded = _RUNNER.record(list(whole.values()), forward, adjoint) or forward([])
@@ -145,11 +128,11 @@ def _buckets(
     reduction: ReductionConfig,
     segments: SegmentPlan,
     groups: Sequence[Sequence[str]],
-) -> list[_DenseBucket]:
+) -> list[_Part]:
     segmented = segments.strategy is not None
     single, buckets = single_and_grouped(list(gradients), groups, segmented=segmented)
     return [
-        _DenseBucket(names, [gradients[name] for name in names], reduction.compression, options)
+        _dense_bucket({name: gradients[name] for name in names}, reduction.compression, options)
         for parts, options in (
             (_batches(gradients, single), lambda keys: segments.options(keys[:1])),
             (buckets, segments.options),
@@ -162,7 +145,7 @@ def _compressed_buckets(
     gradients: Mapping[str, tf.Tensor],
     groups: Sequence[Sequence[str]],
     feedback: BackgroundExchange,
-) -> list[_CompressedBucket]:
+) -> list[_Part]:
     """Return buckets that are the same on all ranks: groups, and each other gradient alone."""
     if not gradients:
         return []
@@ -171,16 +154,12 @@ def _compressed_buckets(
     name, tensor = next(iter(gradients.items()))
     shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else ()
     first = (keys[name], shape, tensor.dtype.name)
-    return [
-        _CompressedBucket(
-            names,
-            [gradients[name] for name in names],
-            [keys[name] for name in names],
-            feedback,
-            first,
-        )
-        for names in buckets
-    ]
+    parts = []
+    for names in buckets:
+        tensors, of_bucket = [gradients[name] for name in names], [keys[name] for name in names]
+        call = CompressedCall(tensors, of_bucket, feedback, first)
+        parts.append(_Part(names, [call], lambda outputs: outputs[0]))
+    return parts
 
 
 def _batches(gradients: Mapping[str, tf.Tensor], names: Sequence[str]) -> list[list[str]]:
@@ -197,9 +176,7 @@ def _batches(gradients: Mapping[str, tf.Tensor], names: Sequence[str]) -> list[l
     return batches_of([*names][::-1], sizes, runtime.topology, threads)
 
 
-def _run(
-    parts: Sequence[_DenseBucket | _CompressedBucket | _Slices],
-) -> Iterator[tuple[str, Gradient]]:
+def _run(parts: Sequence[_Part]) -> Iterator[tuple[str, Gradient]]:
     """Run all reductions at the same time, and yield the reduced gradients by their names."""
     calls = [call for part in parts for call in part.calls]
     if len(calls) == 1 and isinstance(calls[0], BucketCall):
@@ -208,10 +185,6 @@ def _run(
     for part in parts:
         received = part.receive([next(outputs) for _ in part.calls])
         yield from zip(part.names, received, strict=True)
-
-
-def _backward(name: str) -> str:
-    return f"{name}.gradient"
 
 
 def _name(name: str) -> str:

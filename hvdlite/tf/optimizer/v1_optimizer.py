@@ -24,8 +24,9 @@ class ReducedCheck:
     since the last step.
     """
 
-    def __init__(self, label: str) -> None:
-        self._collection = f"{label}/{id(self)}"  # In the graph, it lives as long as the tensors.
+    def __init__(self) -> None:
+        # In the graph, it lives as long as the tensors.
+        self._collection = f"hvdlite_reduced/{id(self)}"
         self._fresh: dict[int, Any] = {}
 
     def note(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -239,8 +240,9 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
             ]
 
         def exchange() -> Any:
-            combined = self._exchange(variables, began, steps)
-            return _checked(self._weights_check, combined, pairs)
+            combined = self._reducer.reduce(steps, variables)
+            ends = [start + step for start, step in zip(began, combined, strict=True)]
+            return _checked(self._weights_check, _assign(variables, ends), pairs)
 
         ended = self._passes.in_last(number, exchange, tf.no_op)
         return None if tf.executing_eagerly() else tf.group(applied, ended, name=name)
@@ -260,14 +262,6 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
             shape, dtype = variable.shape, variable.dtype.base_dtype
             self._starts[key] = local_variable(lambda: tf.zeros(shape, dtype), "adasum_start")
         return self._starts[key]
-
-    def _exchange(
-        self, variables: Sequence[Any], starts: Sequence[tf.Tensor], steps: Sequence[tf.Tensor]
-    ) -> Any:
-        combined = self._reducer.reduce(steps, variables)
-        return _assign(
-            variables, [start + step for start, step in zip(starts, combined, strict=True)]
-        )
 
     def forget_passes(self) -> None:
         """Begin the passes of a step anew, at once or in the default session."""
@@ -331,7 +325,7 @@ def distributed(
     if adasum:
         wrapped._passes, wrapped._starts = Passes(passes), {}
         return wrapped
-    wrapped._reduced_check = ReducedCheck("hvdlite_reduced")
+    wrapped._reduced_check = ReducedCheck()
     wrapped._aggregation = (
         Accumulator(passes, average_passes, reducer.reduction.sparse_as_dense)
         if passes > 1

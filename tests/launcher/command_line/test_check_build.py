@@ -82,7 +82,7 @@ def test_compiled_code_is_compiled_and_tried(tmp_path: Path) -> None:
     recipes = [native_library.recipe()]
     has_tensorflow = find_spec("tensorflow") is not None
     if has_tensorflow:
-        recipes.append(import_module("hvdlite.tf.native.loader").recipe())
+        recipes.append(import_module("hvdlite.tf.native.library").recipe())
         version = import_module("tensorflow").__version__
         text = f"TensorFlow operations: compiled on this machine, for TensorFlow {version}"
         words[text] = True
