@@ -196,10 +196,8 @@ def _differs(optimizer: Optimizer, outlines: Any) -> bool:
     """Return whether two ranks, with a part each, come to something else than one does alone."""
 
     def cut(tree: Any) -> list[Any]:
-        return [
-            _cut(tree, lambda shape, rank=rank: Cut(shape, rank, _MEMBERS, global_process_set))
-            for rank in range(_MEMBERS)
-        ]
+        cut_of = partial(Cut, members=_MEMBERS, process_set=global_process_set)
+        return [_cut(tree, partial(cut_of, position=rank)) for rank in range(_MEMBERS)]
 
     small = jax.tree_util.tree_map(
         lambda each: jax.ShapeDtypeStruct(
