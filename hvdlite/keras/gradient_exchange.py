@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -49,7 +49,7 @@ class Exchange:
         self.settings = settings
         tools = import_module(f"hvdlite.keras.on_{settings.backend}")
         self.untraced: Callable[[Any], Any] = tools.untraced
-        self._reducer = tools.Reducer(
+        self.reducer = tools.Reducer(
             settings.prefix, settings.reduction, settings.groups, settings.scale_local_gradients
         )
         largest = replace(
@@ -59,7 +59,9 @@ class Exchange:
             segmentation=Threshold(),  # The default: no segments.
         )
         self._maximizer = tools.Reducer(settings.prefix, largest, scale_local_gradients=False)
-        self._maximizer.local = self._reducer.local
+        # The variables whose gradients stay on this rank.
+        self.local: LocalSources = self.reducer.local
+        self._maximizer.local = self.local
         self.accumulator: Any = None
         if settings.passes > 1:
             self.accumulator = tools.Accumulator(
@@ -69,11 +71,14 @@ class Exchange:
         self._sums = self.accumulator if hasattr(self.accumulator, "variables_for") else None
         if self._sums is not None:
             self._sums.state = self._state
+        # Whether a step keeps nothing but what it returns.
+        self.is_stateless = self.accumulator is None or self._sums is not None
         self._lasting_only = False
         if settings.local_layers is not None:
             self.local.add_layers(settings.local_layers)
-        self._reduced = False
-        self._check = VariablesCheck(self._reducer, tools.compare_variables)
+        # Whether gradients count as reduced: those that are handed over within a step.
+        self.is_reduced = False
+        self._check = VariablesCheck(self.reducer, tools.compare_variables)
         # The optimizer that the user has called last, which may be around the others.
         self._optimizer: Callable[[], Any] = lambda: None
         # The one that the user has wrapped, which may be around the others, too.
@@ -85,23 +90,8 @@ class Exchange:
 
     def called_by(self, optimizer: Any) -> None:
         """Take note that a method of this optimizer was called, by the user or by another one."""
-        if not self._reduced:
+        if not self.is_reduced:
             self._optimizer = ref(optimizer)
-
-    @property
-    def local(self) -> LocalSources:
-        """The variables whose gradients stay on this rank."""
-        local: LocalSources = self._reducer.local
-        return local
-
-    def compression_state(self) -> dict[str, Any]:
-        """Return what compression remembers; see `Reducer.compression_state`."""
-        state: dict[str, Any] = self._reducer.compression_state()
-        return state
-
-    def load_compression_state(self, saved: Mapping[str, Any]) -> None:
-        """Take what `compression_state` has returned."""
-        self._reducer.load_compression_state(saved)
 
     def own_state(self, optimizer: Any) -> list[Any]:
         """Return the state of the optimizer that each rank has a part of, and others have not."""
@@ -141,16 +131,6 @@ class Exchange:
         finally:
             self._lasting_only = before
 
-    @property
-    def is_reduced(self) -> bool:
-        """Whether gradients count as reduced: those that are handed over within a step."""
-        return self._reduced
-
-    @property
-    def is_stateless(self) -> bool:
-        """Whether a step keeps nothing but what it returns."""
-        return self.accumulator is None or self._sums is not None
-
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients, reduced over all ranks.
 
@@ -158,10 +138,10 @@ class Exchange:
         """
         overwritten = [is_overwritten(variable) for variable in variables]
         if not any(overwritten):
-            reduced: list[Any] = self._reducer.reduce(gradients, variables)
+            reduced: list[Any] = self.reducer.reduce(gradients, variables)
             return reduced
         results = list(gradients)
-        for reducer, kind in ((self._reducer, False), (self._maximizer, True)):
+        for reducer, kind in ((self.reducer, False), (self._maximizer, True)):
             places = [place for place, value in enumerate(overwritten) if value is kind]
             some = [[values[place] for place in places] for values in (gradients, variables)]
             for place, result in zip(places, reducer.reduce(*some), strict=True):
@@ -180,7 +160,7 @@ class Exchange:
         Within `then`, gradients count as reduced: methods of Keras that call each other reduce
         them once.
         """
-        if self._reduced:
+        if self.is_reduced:
             return then(list(gradients))
         if self.accumulator is None:
             return self._apply(gradients, variables, then)
@@ -214,15 +194,15 @@ class Exchange:
 
     @contextmanager
     def _gradients_are_reduced(self) -> Iterator[None]:
-        self._reduced = True
+        self.is_reduced = True
         try:
             yield
         finally:
-            self._reduced = False
+            self.is_reduced = False
 
     def check(self, method: str) -> None:
         """Raise `RuntimeError` when gradients that were not reduced are about to be applied."""
-        if not self._reduced and self.settings.reduction.active:
+        if not self.is_reduced and self.settings.reduction.active:
             raise RuntimeError(
                 f"{method}() of a DistributedOptimizer would apply gradients of this rank alone, "
                 "and the ranks' weights would drift apart: call apply_gradients(), or make such "

@@ -73,8 +73,14 @@ def _scaling(entry: Any, method: Method) -> Method:
         inner = self.inner_optimizer
         if isinstance(inner, Distributed):
             exchange = exchange_of(inner)
-            if getattr(self, "dynamic", True) and exchange.local:
-                _refuse_local(exchange)
+            active = exchange.settings.reduction.active
+            if active and exchange.local and getattr(self, "dynamic", True):
+                raise ValueError(
+                    "a LossScaleOptimizer skips a step when any gradient has overflowed, and "
+                    "gradients of local variables are not the same on all ranks: use a fixed scale "
+                    "(loss_scale_factor and compile(auto_scale_loss=False), with Keras 2 "
+                    "dynamic=False)"
+                )
             exchange.called_by(self)
             return entry(method, exchange, self, *args, **kwargs)
         if any(isinstance(part, Distributed) for part in parts_of(inner)):
@@ -85,15 +91,6 @@ def _scaling(entry: Any, method: Method) -> Method:
         return method(self, *args, **kwargs)
 
     return apply
-
-
-def _refuse_local(exchange: Exchange) -> None:
-    if exchange.settings.reduction.active:
-        raise ValueError(
-            "a LossScaleOptimizer skips a step when any gradient has overflowed, and gradients of "
-            "local variables are not the same on all ranks: use a fixed scale (loss_scale_factor "
-            "and compile(auto_scale_loss=False), with Keras 2 dynamic=False)"
-        )
 
 
 def _making_step(method: Method) -> Method:

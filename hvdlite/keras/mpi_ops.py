@@ -92,22 +92,18 @@ def broadcast_global_variables(root_rank: int) -> None:
     For graphs with sessions, in the session of Keras 2 or in the default one. Raises
     `RuntimeError` where there are no global variables: with eager execution, on JAX and PyTorch.
     """
-    if keras.backend.backend() != "tensorflow" or _executing_eagerly():
-        raise RuntimeError(
-            "broadcast_global_variables() is for graphs of TensorFlow with sessions, and there is "
-            "none: give hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank) to fit()"
-        )
-    import tensorflow as tf
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
 
-    operation = adapter().broadcast_global_variables(root_rank)
-    session = tf.compat.v1.get_default_session() or tf.compat.v1.keras.backend.get_session()
-    session.run(operation)
-
-
-def _executing_eagerly() -> bool:
-    import tensorflow as tf
-
-    return bool(tf.executing_eagerly())
+        if not tf.executing_eagerly():
+            operation = adapter().broadcast_global_variables(root_rank)
+            session = tf.compat.v1.get_default_session() or tf.compat.v1.keras.backend.get_session()
+            session.run(operation)
+            return
+    raise RuntimeError(
+        "broadcast_global_variables() is for graphs of TensorFlow with sessions, and there is "
+        "none: give hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank) to fit()"
+    )
 
 
 def tensor_of(value: Any) -> Any:

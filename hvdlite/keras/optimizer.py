@@ -17,7 +17,7 @@ from hvdlite.common.tensors.compression import AnyCompressor, NoneCompressor
 from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.gradient_exchange import Settings
 from hvdlite.keras.keras_patches import patch_keras
-from hvdlite.keras.optimizer_families import Kind, kind_of, parts_of
+from hvdlite.keras.optimizer_families import check_shardable, kind_of, parts_of
 from hvdlite.keras.subclass import Distributed, check_local, distribute, make_exchange
 
 
@@ -133,19 +133,11 @@ def PartialDistributedOptimizer(  # noqa: N802
     )
     size()  # Raises ValueError before init.
     if shard_state:
-        _check_shardable(optimizer, kind, settings)
+        check_shardable(optimizer, kind, settings)
     exchange = make_exchange(settings)
     patch_keras(kind)
     distribute(optimizer, kind, exchange)
     return optimizer
-
-
-def _check_shardable(optimizer: Any, kind: Kind, settings: Settings) -> None:
-    if kind.package != "keras":
-        raise ValueError(f"shard_state=True needs an optimizer of Keras 3, not of {kind.package}")
-    from hvdlite.keras.optimizer_families import check_shardable  # Most jobs never need it.
-
-    check_shardable(optimizer, settings)
 
 
 def _check(optimizer: Any, op: int, passes: int) -> None:

@@ -183,10 +183,6 @@ def _count_pass(optimizer: Any) -> None:
             part.iterations.assign_add(1)
 
 
-def _tensorflow_1() -> bool:
-    return not import_module("tensorflow").__internal__.tf2.enabled()
-
-
 KINDS = [
     Kind(
         "keras",
@@ -210,7 +206,7 @@ KINDS = [
         "tf_keras.src.mixed_precision.loss_scale_optimizer.LossScaleOptimizerV3",
         {"apply_gradients": _apply_gradients},
         ("_internal_apply_gradients", "_distributed_apply_gradients_fn", "update_step"),
-        is_replaced=_tensorflow_1,
+        is_replaced=lambda: not import_module("tensorflow").__internal__.tf2.enabled(),
     ),
     Kind(
         "tf_keras",
@@ -234,8 +230,10 @@ _NEED = (
 _SHAPES = ((3, 4), (5,))
 
 
-def check_shardable(optimizer: Any, settings: Settings) -> None:
+def check_shardable(optimizer: Any, kind: Kind, settings: Settings) -> None:
     """Raise `ValueError` where the optimizer, or an option, needs more than a part of the state."""
+    if kind.package != "keras":
+        raise ValueError(f"shard_state=True needs an optimizer of Keras 3, not of {kind.package}")
     objections = {
         "a loss scaler decides by all gradients: put it around the distributed optimizer": (
             len(list(parts_of(optimizer))) > 1

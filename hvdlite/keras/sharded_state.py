@@ -122,7 +122,8 @@ class ShardedExchange(Exchange):
     def arrange(self, variables: list[Any]) -> list[Any]:
         """Return the shards of these variables, made at the first call. Raises `ValueError`."""
         process_set = self.settings.reduction.process_set
-        if self._is_shards(variables):
+        shards = {id(shard.variable) for shard in self._shards}
+        if shards and {id(variable) for variable in variables} <= shards:
             return variables
         if self._awaits_own:
             self._replace(variables)
@@ -181,10 +182,6 @@ class ShardedExchange(Exchange):
         for shard in self._shards:
             shard.variables = [new_of[id(variable)] for variable in shard.variables]
         self._variables = variables
-
-    def _is_shards(self, variables: Sequence[Any]) -> bool:
-        own = {id(shard.variable) for shard in self._shards}
-        return bool(own) and {id(variable) for variable in variables} <= own
 
     def _apply(self, gradients: Sequence[Any], variables: Sequence[Any], then: Then) -> Any:
         self.arrange(list(variables))

@@ -47,14 +47,15 @@ class Distributed:
         Empty for a compressor that remembers nothing. It is part of commits of an elastic
         `KerasState`, and of no saved model.
         """
-        return exchange_of(self).compression_state()
+        state: dict[str, Any] = exchange_of(self).reducer.compression_state()
+        return state
 
     def load_compression_state(self, saved: Mapping[str, Any]) -> None:
         """Take what `compression_state` has returned on this rank of as many, or elsewhere.
 
         From elsewhere comes what ranks share, and not what this rank has not sent.
         """
-        exchange_of(self).load_compression_state(saved)
+        exchange_of(self).reducer.load_compression_state(saved)
 
     def forget_passes(self) -> None:
         """Begin the passes of a step anew: what they have added up is forgotten."""

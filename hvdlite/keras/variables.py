@@ -96,14 +96,11 @@ def broadcast_values(
             variable.assign(result)
 
 
-def build_optimizer(model: Any) -> None:
-    """Make the variables that a first step would make, if the model has been built."""
-    if model.built:
-        build_optimizer_for(model.optimizer, model)
-
-
 def build_optimizer_for(optimizer: Any, model: Any) -> None:
-    """Make the variables of an optimizer for a model that is built, unless they are there."""
+    """Make the variables that a first step would make, unless they are there.
+
+    The model is built.
+    """
     if getattr(optimizer, "built", getattr(optimizer, "_built", False)):
         return
     legacy = getattr(optimizer, "_create_all_weights", None)  # Keras 2.

@@ -15,7 +15,7 @@ from hvdlite.keras.optimizer_families import parts_of
 from hvdlite.keras.subclass import Distributed
 from hvdlite.keras.variables import (
     broadcast_values,
-    build_optimizer,
+    build_optimizer_for,
     model_variables,
     optimizer_variables,
     optimizers_of,
@@ -79,7 +79,8 @@ class BroadcastGlobalVariablesCallback(Callback):
             self._broadcast_count = 0
         if self.broadcast_done:
             return
-        build_optimizer(self.model)
+        if self.model.built:
+            build_optimizer_for(self.model.optimizer, self.model)
         self._warn_of_drift()
         variables = self._variables()
         counts, built = self._gather([len(variables), bool(self.model.built)]).T
@@ -143,10 +144,8 @@ class BroadcastGlobalVariablesCallback(Callback):
         if self.broadcast_done:
             return
         self.broadcast_done = True
-        if len(self.ranks()) > 1:
-            self._broadcast_what_has_come()
-
-    def _broadcast_what_has_come(self) -> None:
+        if len(self.ranks()) == 1:
+            return
         variables = self._variables()
         counts = self._gather([len(variables), self._broadcast_count])
         before, now = counts[:, 1], counts[:, 0]

@@ -45,14 +45,15 @@ class LearningRateScheduleCallback(Callback):
         if initial_lr is None:
             raise ValueError("Parameter `initial_lr` is required")
         self.initial_lr = initial_lr
-        self.multiplier = multiplier if callable(multiplier) else self._power_of(multiplier)
+        self.multiplier: Callable[[float], float] = (
+            multiplier
+            if callable(multiplier)
+            else lambda epoch: float(multiplier ** (epoch - self.start_epoch))
+        )
         self.start_epoch, self.end_epoch, self.staircase = start_epoch, end_epoch, staircase
         self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
         self._detected: int | None = None  # The steps of an epoch, as they were found out last.
         self.current_epoch = 0
-
-    def _power_of(self, base: float) -> Callable[[float], float]:
-        return lambda epoch: float(base ** (epoch - self.start_epoch))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check that the rate can be set."""
@@ -152,7 +153,11 @@ def get_learning_rate(model: Any, asked_by: str) -> float:
     Raises `ValueError` for one that cannot be set, because the optimizer calculates it itself.
     """
     *_, innermost = parts_of(model.optimizer)
-    argument = _learning_rate_argument(innermost)
+    # What it was made with: a variable, a number or a schedule.
+    hyper = getattr(innermost, "_hyper", {})  # The legacy optimizers of Keras 2.
+    argument = hyper.get("learning_rate", getattr(innermost, "_learning_rate", None))
+    if argument is None:
+        argument = innermost.learning_rate
     if callable(argument) and not hasattr(argument, "assign"):
         raise ValueError(
             f"{asked_by} sets the learning rate, but {type(innermost).__name__} was made with "
@@ -163,13 +168,6 @@ def get_learning_rate(model: Any, asked_by: str) -> float:
     return float(rate.numpy() if hasattr(rate, "numpy") else np.asarray(rate))
 
 
-def _learning_rate_argument(optimizer: Any) -> Any:
-    """Return the learning rate that the optimizer was made with: a variable, number or schedule."""
-    hyper = getattr(optimizer, "_hyper", {})  # The legacy optimizers of Keras 2.
-    argument = hyper.get("learning_rate", getattr(optimizer, "_learning_rate", None))
-    return optimizer.learning_rate if argument is None else argument
-
-
 def scale_velocities(model: Any, factor: float) -> None:
     """Multiply the velocities of SGD and RMSprop with momentum.
 
@@ -178,14 +176,10 @@ def scale_velocities(model: Any, factor: float) -> None:
     *_, optimizer = parts_of(model.optimizer)
     if not {"SGD", "RMSprop"} & {kind.__name__ for kind in type(optimizer).__mro__}:
         return
-    for velocity in _velocities(optimizer, model):
-        velocity.assign(velocity * factor)
-
-
-def _velocities(optimizer: Any, model: Any) -> list[Any]:
-    if hasattr(optimizer, "get_slot_names"):  # The legacy optimizers of Keras 2.
-        if "momentum" not in optimizer.get_slot_names():
-            return []
-        return [optimizer.get_slot(weight, "momentum") for weight in model.trainable_variables]
     velocities: list[Any] = getattr(optimizer, "momentums", getattr(optimizer, "_momentums", []))
-    return velocities
+    if hasattr(optimizer, "get_slot_names"):  # The legacy optimizers of Keras 2.
+        has_any = "momentum" in optimizer.get_slot_names()
+        weights = model.trainable_variables if has_any else []
+        velocities = [optimizer.get_slot(weight, "momentum") for weight in weights]
+    for velocity in velocities:
+        velocity.assign(velocity * factor)

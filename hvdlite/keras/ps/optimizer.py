@@ -239,8 +239,11 @@ class _RollbackTeller(keras.callbacks.Callback):
         _check_settings(self._optimizer)  # Steps that were compiled before do not.
         link = _link_of(self._optimizer)
         link.is_told = True
-        if self._optimizer.built:
-            link.warn_of_changes()
+        # Weights that have changed since the last step: the next one undoes it.
+        if self._optimizer.built and (
+            name := link.table.first_changed(map(_array, link.variables))
+        ):
+            warn_user(context.CHANGED.format(name, "model.load_weights()"))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         link = _link_of(self._optimizer)
@@ -285,11 +288,6 @@ class _Link:
         flat = [array.reshape(-1) for array in self._arrays]
         self.table = context.worker().declare(TABLE, specs, self._options, lambda: flat)
         self.pull()
-
-    def warn_of_changes(self) -> None:
-        """Say so where weights have changed since the last step, which the next one undoes."""
-        if name := self.table.first_changed(map(_array, self.variables)):
-            warn_user(context.CHANGED.format(name, "model.load_weights()"))
 
     def pull(self) -> None:
         """Give the variables the weights of the servers."""

@@ -33,7 +33,15 @@ class KerasUpdater:
 
         The copies are of the user's own class.
         """
-        self._optimizer = self._new_optimizer()
+        try:
+            self._optimizer = type(self._first).from_config(self._first.get_config())
+        except (TypeError, NotImplementedError):  # Its configuration does not make another one.
+            if self._first.built:
+                raise ValueError(
+                    f"{type(self._first).__name__} cannot begin anew on other servers or from a "
+                    "checkpoint: let its get_config() have all that its constructor takes"
+                ) from None
+            self._optimizer = self._first
         self._variables = [
             keras.Variable(array, dtype=array.dtype.name, name=f"{_BLOCK}{number}")
             for number, array in enumerate(values)
@@ -47,17 +55,6 @@ class KerasUpdater:
         """Return the rate as Keras has it: TensorFlow would round a number of Python to float32."""
         wide = keras.backend.floatx() == "float64"
         return keras.ops.convert_to_tensor(self._learning_rate, "float64" if wide else "float32")
-
-    def _new_optimizer(self) -> Any:
-        try:
-            return type(self._first).from_config(self._first.get_config())
-        except (TypeError, NotImplementedError):  # Its configuration does not make another one.
-            if self._first.built:
-                raise ValueError(
-                    f"{type(self._first).__name__} cannot begin anew on other servers or from a "
-                    "checkpoint: let its get_config() have all that its constructor takes"
-                ) from None
-            return self._first
 
     def values(self) -> list[Array]:
         return [_array(variable) for variable in self._variables]
