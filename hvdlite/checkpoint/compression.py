@@ -31,18 +31,14 @@ def described(
     has none.
     """
     ranks = place()[1]
-    tree: dict[str, Any]
-    if not saved:
-        tree = {}
-    elif manifest is not None:
+    tree: dict[str, Any] = {}
+    if saved and manifest is not None:
         tree = _to_load(manifest, f"{prefix}{KEY}.", ranks)
-    elif saved["steps"]:
+    elif saved and saved["steps"]:
         rows = {name: each[None] for name, each in saved["residuals"].items()}
         steps = [[name, count] for name, count in saved["steps"].items()]
         tree = {"by": saved["compression"], "steps": steps, "factors": dict(saved["factors"])}
         tree["residuals"] = rows
-    else:
-        tree = {}
     tree = {name: each for name, each in tree.items() if each != {}}
     layouts = {
         f"{KEY}.residuals.{name}": Layout((ranks,), (0, *(WHOLE for _ in row.shape[1:])))

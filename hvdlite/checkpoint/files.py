@@ -42,7 +42,13 @@ def write(path: Path, arrays: Mapping[str, Array]) -> tuple[int, dict[str, str]]
         raise ValueError(
             "'__metadata__' is no name for a tensor in files of safetensors: rename it"
         )
-    stored = {name: _stored(array) for name, array in arrays.items()}
+    stored = {}
+    for name, array in arrays.items():
+        # In this machine's byte order; ascontiguousarray() would give a scalar a dimension.
+        native = np.asarray(array, array.dtype.newbyteorder("="), order="C")
+        if native.dtype == np.complex128:  # Which the format does not have: two floats.
+            native = np.ravel(native).view(np.float64).reshape(*native.shape, 2)
+        stored[name] = native
     try:
         library.numpy.save_file(stored, path)
     except library.SafetensorError as error:
@@ -52,18 +58,6 @@ def write(path: Path, arrays: Mapping[str, Array]) -> tuple[int, dict[str, str]]
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path.stat().st_size, {name: _digest(array) for name, array in stored.items()}
-
-
-def _stored(array: Array) -> Array:
-    """Return an array as the file has it: in this machine's byte order, complex128 as two floats.
-
-    The format has no complex128.
-    """
-    native = array.dtype.newbyteorder("=")
-    array = np.asarray(array, native, order="C")  # ascontiguousarray() gives a scalar a dimension
-    if array.dtype == np.complex128:
-        return np.ravel(array).view(np.float64).reshape(*array.shape, 2)
-    return array
 
 
 def _digest(array: Array) -> str:

@@ -32,7 +32,12 @@ def to_save(tree: Any, tensors: Tensors) -> tuple[dict[str, Any], dict[str, Keys
         if isinstance(entry, dict) and entries.setdefault(name, entry) is not entry:
             raise ValueError(f"two entries of the state have the name {name!r}: rename one")
         keys_of_json = tuple(key.item() if isinstance(key, np.generic) else key for key in path)
-        if not _is_told_by_name(path) and all(map(_is_of_json, keys_of_json)):
+        first = path[0] if len(path) == 1 else None
+        is_plain = isinstance(first, str) and first.isidentifier()
+        is_told_by_name = is_plain and first not in _NAMES_OF_OTHERS
+        if not is_told_by_name and all(
+            key is None or isinstance(key, (str, int, float, Place)) for key in keys_of_json
+        ):
             keys[name] = keys_of_json
     for name, entry in entries.items():
         if not tensors.is_tensor(entry):
@@ -63,16 +68,6 @@ def _of_objects(
         yield name, path, tree
 
 
-def _is_told_by_name(path: Keys) -> bool:
-    (key, *others) = path
-    is_plain = isinstance(key, str) and key.isidentifier() and key not in _NAMES_OF_OTHERS
-    return is_plain and not others
-
-
-def _is_of_json(key: Any) -> bool:
-    return key is None or isinstance(key, (str, int, float, Place))
-
-
 def nested(
     names: Iterable[str], prefix: str, own: Any, written: Mapping[str, Keys]
 ) -> dict[Any, Any]:
@@ -85,7 +80,10 @@ def nested(
     # A name that continues another one comes after it.
     for name in sorted(names, key=lambda each: each.count(".")):
         rest = name.removeprefix(prefix)
-        *keys, last = _as_written(written.get(name, ()), rest) or _by_name(rest, own, spelled)
+        path = written.get(name, ())
+        while path and ".".join(map(str, path)) != rest:  # The first may be of an outer object.
+            path = path[1:]
+        *keys, last = path or _by_name(rest, own, spelled)
         at = found
         for count, key in enumerate(keys):
             if not isinstance(at.setdefault(key, {}), dict):
@@ -94,13 +92,6 @@ def nested(
             at = at[key]
         at[last] = name
     return found
-
-
-def _as_written(keys: Keys, rest: str) -> Keys:
-    """Return those of the keys that make the end of a name; the first may be of an outer object."""
-    while keys and ".".join(map(str, keys)) != rest:
-        keys = keys[1:]
-    return keys
 
 
 def _by_name(rest: str, own: Any, spelled: dict[int, dict[str, Any]]) -> Keys:

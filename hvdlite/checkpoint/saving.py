@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hvdlite.checkpoint import compression, files, keys, manifest, trees
@@ -65,18 +64,22 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
             plans[0] = plans[0].without(left_out)
             digests = together(what, plans[0].digest)
         check_same(what, plans[0].facts, digests)
-        arrays = _arrays_to_write(plans[0], tensors, rank)
-        names = [file_name(each, ranks) for each in range(ranks)]
-        written = together(what, lambda: files.write(folder.new / names[rank], arrays()))
+        names = [f"slices-{each:05d}-of-{ranks:05d}.safetensors" for each in range(ranks)]
+
+        def write() -> tuple[int, dict[str, str]]:
+            arrays = {
+                name: tensors.array(plans[0].tensors[name])
+                for name, record in plans[0].records.items()
+                if rank in writers(record.layout, record.shape)
+            }
+            return files.write(folder.new / names[rank], arrays)
+
+        written = together(what, write)
         together(what, lambda: finish(folder, plans[0], names, written) if rank == 0 else None)
     except BaseException:
         if rank == 0:
             folder.discard()
         raise
-
-
-def file_name(rank: int, ranks: int) -> str:
-    return f"slices-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def plan_of(state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors, ranks: int) -> Plan:
@@ -104,24 +107,17 @@ def _record(
         raise ValueError(f"tensor {name!r}: {error}") from None
 
 
-def _arrays_to_write(plan: Plan, tensors: Tensors, rank: int) -> Callable[[], dict[str, Array]]:
-    def arrays() -> dict[str, Array]:
-        return {
-            name: tensors.array(plan.tensors[name])
-            for name, record in plan.records.items()
-            if rank in writers(record.layout, record.shape)
-        }
-
-    return arrays
-
-
 def finish(
     folder: Folder, plan: Plan, names: list[str], written: list[tuple[int, dict[str, str]]]
 ) -> None:
     """Write layout.json, check that all files are there, and put the folder in place."""
     paths = tuple(folder.new / name for name in names)
     for rank, (path, (size, _)) in enumerate(zip(paths, written, strict=True)):
-        _check_written(path, size, rank)
+        if not path.is_file() or path.stat().st_size != size:
+            raise FileNotFoundError(
+                f"rank 0 does not see {path.name}, which rank {rank} has written to {path.parent}: "
+                "a checkpoint must be in a folder that all hosts share"
+            )
     digests: dict[str, dict[int, str]] = {name: {} for name in plan.records}
     for rank, (_, of_rank) in enumerate(written):
         for name, digest in of_rank.items():
@@ -154,11 +150,3 @@ def write_alone(
     except BaseException:
         folder.discard()
         raise
-
-
-def _check_written(path: Path, size: int, rank: int) -> None:
-    if not path.is_file() or path.stat().st_size != size:
-        raise FileNotFoundError(
-            f"rank 0 does not see {path.name}, which rank {rank} has written to {path.parent}: a "
-            "checkpoint must be in a folder that all hosts share"
-        )

@@ -166,19 +166,16 @@ class _Worker:
 
     def _run(self, iterate: _Source, size: int, workers: _Workers) -> None:
         try:
-            self._register(workers)
+            # Before anything is loaded: whoever sees that loading has begun can end it.
+            for thread in list(workers):
+                if not thread.is_alive():
+                    workers.pop(thread, None)
+            workers[self.thread] = weakref.ref(self)
             self._load(iterate(), size)
         except BaseException as error:  # also SystemExit: the loop would wait forever
             self._line.put(_End(error))
         else:
             self._line.put(_End())
-
-    def _register(self, workers: _Workers) -> None:
-        """Before anything is loaded: whoever sees that loading has begun can end it."""
-        for thread in list(workers):
-            if not thread.is_alive():
-                workers.pop(thread, None)
-        workers[self.thread] = weakref.ref(self)
 
     def _load(self, batches: Iterable[Any], free: int) -> None:
         for batch in batches:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,7 @@ import numpy as np
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
-from hvdlite.common.runtime.process_sets import (
-    ProcessSet,
-    global_process_set,
-)
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.data.slicing import place, ranks_of
 from hvdlite.data.strategies import DATA_PARALLEL, Cuts, parse
 
@@ -87,9 +83,16 @@ def sampler_for(
 
 def _compare(given: dict[str, Any], mesh: Any) -> None:
     """Raise `HorovodInternalError` unless all ranks of `mesh` have given the same."""
-    with _process_set_of(mesh) as process_set:
+    formed = None
+    if mesh is not None and not isinstance(mesh, ProcessSet):
+        formed = form_process_set(ranks_of(mesh))  # Whichever other meshes there are.
+    process_set = formed or mesh or global_process_set
+    try:
         first, *others = allgather_object(given, "sampler_for", process_set)
         ranks = process_set.ranks or []
+    finally:
+        if formed is not None:
+            release_process_set(formed)
     for rank, other in zip(ranks[1:], others, strict=False):
         for name, value in first.items():
             if other[name] != value:
@@ -98,19 +101,6 @@ def _compare(given: dict[str, Any], mesh: Any) -> None:
                     f"{rank} has {other[name]!r}. Give the same on all ranks",
                     job_goes_on=True,
                 )
-
-
-@contextmanager
-def _process_set_of(mesh: Any) -> Iterator[ProcessSet]:
-    """Yield a process set of the ranks of `mesh`, whichever other meshes there are."""
-    if mesh is None or isinstance(mesh, ProcessSet):
-        yield mesh or global_process_set
-        return
-    formed = form_process_set(ranks_of(mesh))
-    try:
-        yield formed
-    finally:
-        release_process_set(formed)
 
 
 __all__ = ["SliceSampler", "sampler_for"]

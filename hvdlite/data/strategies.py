@@ -150,15 +150,6 @@ def _two_ints(what: str, value: object) -> tuple[int, int]:
     return value
 
 
-def parts_of(strategy: Strategy, ranks: int) -> int:
-    """Return into how many parts a batch is cut. Raises `ValueError` as `plan` does."""
-    if isinstance(strategy, str):
-        return ranks if strategy == DATA_PARALLEL else 1
-    parts = max(math.prod(cuts) for cuts in strategy)
-    _check_ranks(f"strategy {strategy!r}", parts, ranks)
-    return parts
-
-
 def _check_ranks(what: str, parts: int, ranks: int) -> None:
     if ranks % parts:
         raise ValueError(
@@ -175,13 +166,18 @@ def plan(
     Raises `ValueError` where the inputs do not fit the strategy: their number, their dimensions, or
     a size that cannot be divided; and where the number of parts does not divide the ranks.
     """
-    parts = parts_of(strategy, ranks)
+    if strategy == FULL_BATCH:
+        return [()] * len(shapes)
     if isinstance(strategy, str):
-        if strategy == FULL_BATCH:
-            return [()] * len(shapes)
-        cuts: Sequence[Sequence[int]] = [_along_the_batch(each, parts) for each in shapes]
+        if not all(shapes):
+            raise ValueError(
+                "strategy 'data_parallel': an input of shape () has no batch dimension. Give a "
+                "tuple of cuts, with () for this input"
+            )
+        cuts: Sequence[Sequence[int]] = [(ranks, *(1 for _ in shape[1:])) for shape in shapes]
     else:
         cuts = strategy
+        _check_ranks(f"strategy {strategy!r}", max(map(math.prod, cuts)), ranks)
         if len(strategy) != len(shapes):
             raise ValueError(
                 f"strategy {strategy!r} has {len(strategy)} inputs, the batch has {len(shapes)}, "
@@ -199,15 +195,6 @@ def plan(
             check_size(f"strategy {strategy!r}", number, shape, part)
         planned.append(tuple(cut))
     return planned
-
-
-def _along_the_batch(shape: Shape, parts: int) -> tuple[int, ...]:
-    if not shape:
-        raise ValueError(
-            "strategy 'data_parallel': an input of shape () has no batch dimension. Give a tuple "
-            "of cuts, with () for this input"
-        )
-    return (parts, *(1 for _ in shape[1:]))
 
 
 def plan_patches(

@@ -1,4 +1,4 @@
-"""The optional import of matplotlib, and how pictures are named."""
+"""The optional import of matplotlib, how pictures are named, and how sizes are written."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def check_suffix(output: str) -> None:
     """Raise `ValueError` unless the suffix of `output` is one of a picture."""
     if Path(output).suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"{output}: a picture is named .png, .svg or .pdf")
+
+
+def size(nbytes: float) -> str:
+    """Return `nbytes` in KiB or MiB."""
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:.1f} MiB"

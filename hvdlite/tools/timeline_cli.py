@@ -103,17 +103,13 @@ def _run_draw(options: argparse.Namespace) -> int:
 
 
 def _run_merge(options: argparse.Namespace) -> int:
-    merge_files(options.files, options.output)
-    return 0
-
-
-def merge_files(paths: Sequence[str], output: str) -> None:
     """Join timelines on rank 0's clock; tracks are named ``rank N: tensor``.
 
     Each file is read twice, event by event, so that memory does not grow with the files. Without
     clock offsets in all of them, the ranks' wall clocks are used, with a warning. Raises `OSError`
     and `TimelineFormatError`; `output` appears complete or not at all.
     """
+    paths = options.files
     heads = [read_head(path) for path in paths]
     for path in paths:
         _warn_if_cut_off(path)
@@ -122,16 +118,17 @@ def merge_files(paths: Sequence[str], output: str) -> None:
             raise TimelineFormatError(f"{path}: no event says when the file began")
     ranks = [index if head.rank is None else head.rank for index, head in enumerate(heads)]
     starts = _common_starts(heads)
-    first_pids = _first_pids(heads)
-    streams = [
-        _shifted(path, rank, start - min(starts), first_pid)
-        for path, rank, start, first_pid in zip(paths, ranks, starts, first_pids, strict=True)
-    ]
+    streams, first_pid = [], HEAD_PID
+    for path, head, rank, start in zip(paths, heads, ranks, starts, strict=True):
+        streams.append(_shifted(path, rank, start - min(starts), first_pid))
+        # The pids of a file are shifted so that no two files share one.
+        first_pid += max(head.names, default=HEAD_PID) + SORTED_BEFORE + 1
     merged = heapq.merge(*streams, key=lambda event: event.get("ts", -1))
     epoch = min(head.start_epoch or 0 for head in heads)
     args = {"start_time_since_epoch_in_micros": epoch, "ranks": ranks}
     first = {"name": "process_name", "ph": "M", "pid": HEAD_PID, "args": args}
-    _write(output, first, merged)
+    _write(options.output, first, merged)
+    return 0
 
 
 def _common_starts(heads: Sequence[Head]) -> list[int]:
@@ -144,15 +141,6 @@ def _common_starts(heads: Sequence[Head]) -> list[int]:
         file=sys.stderr,
     )
     return [head.start_epoch or 0 for head in heads]
-
-
-def _first_pids(heads: Sequence[Head]) -> list[int]:
-    """Return the numbers to add to each file's pids, so that no two files share a pid."""
-    first_pids, next_pid = [], HEAD_PID
-    for head in heads:
-        first_pids.append(next_pid)
-        next_pid += max(head.names, default=HEAD_PID) + SORTED_BEFORE + 1
-    return first_pids
 
 
 def _shifted(path: str, rank: int, shift: int, first_pid: int) -> Iterator[Event]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.common.timeline.chrome_trace import ENGINE_TRACK, NEGOTIATE_PREFIX, SEGMENT_TRACK
-from hvdlite.tools.drawing import load_matplotlib
+from hvdlite.tools.drawing import load_matplotlib, size
 from hvdlite.tools.timeline_reader import Event, Head, TimelineFormatError, split_name
 
 # Pictures are compared, so a name has one colour in all of them: the usual ones these.
@@ -177,12 +177,6 @@ def colour_of(name: str) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
-def _size(nbytes: int) -> str:
-    if nbytes < 2**20:
-        return f"{nbytes / 2**10:.1f} KiB"
-    return f"{nbytes / 2**20:.1f} MiB"
-
-
 def _draw_track(
     axes: Any, index: int, track: Track, colours: dict[str, str], labelled: float
 ) -> None:
@@ -196,7 +190,7 @@ def _draw_track(
         if span.bytes is not None and width > labelled:
             middle = start + width / 2
             style = {"fontsize": 6, "va": "center", "ha": "center", "clip_on": True}
-            axes.text(middle, index, _size(span.bytes), **style)
+            axes.text(middle, index, size(span.bytes), **style)
     ticks = [tick / 1000 for tick in track.ticks]
     axes.vlines(ticks, index - 0.4, index + 0.4, colors="#8a4b08", linewidth=0.8)
 

@@ -81,7 +81,8 @@ def _events_by_line(file: BinaryIO) -> Iterator[Event]:
         text = line.strip()
         if not opened and text:
             if not text.startswith(b"["):
-                raise TimelineFormatError(f"'[' expected at its beginning, not {_quote(text)}")
+                shown = text[:20].decode("utf-8", "replace")
+                raise TimelineFormatError(f"'[' expected at its beginning, not {shown!r}")
             opened, text = True, text[1:].lstrip()
         if not text:
             continue
@@ -122,23 +123,15 @@ def _is_closed(file: BinaryIO) -> bool:
 
 
 def _checked(event: Any) -> Event:
-    if not _is_event(event):
+    """Return an event whose fields have the types that all readers rely on."""
+    if not (
+        isinstance(event, dict)
+        and isinstance(event.get("pid", HEAD_PID), int)
+        and isinstance(event.get("ts", 0), (int, float))
+        and isinstance(event.get("args", {}), dict)
+    ):
         raise TimelineFormatError(f"{event!r} is not an event")
-    return event  # type: ignore[no-any-return]
-
-
-def _quote(text: bytes) -> str:
-    return repr(text[:20].decode("utf-8", "replace"))
-
-
-def _is_event(value: Any) -> bool:
-    """Return whether the fields of `value` have the types that all readers rely on."""
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("pid", HEAD_PID), int)
-        and isinstance(value.get("ts", 0), (int, float))
-        and isinstance(value.get("args", {}), dict)
-    )
+    return event
 
 
 @dataclass

@@ -13,9 +13,7 @@ from html import escape
 from importlib import import_module
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.tools.drawing import check_suffix
 from hvdlite.tools.trace_report import SCRIPT, IterationReport, Table, make_report
 from hvdlite.tools.trace_summary import read_trace
@@ -123,13 +121,8 @@ def _run_report(options: argparse.Namespace) -> None:
     if options.picture:
         import_module("hvdlite.tools.trace_plot").draw(rows, options.picture)
     if options.html:
-        Path(options.html).write_text(_page(report, rows), encoding="utf-8")
-
-
-def _page(report: IterationReport, rows: Sequence[IterationRow]) -> str:
-    picture = import_module("hvdlite.tools.trace_plot").svg(rows)
-    page: str = import_module("hvdlite.tools.trace_cli").make_page(report, picture)
-    return page
+        page = make_page(report, import_module("hvdlite.tools.trace_plot").svg(rows))
+        Path(options.html).write_text(page, encoding="utf-8")
 
 
 def _print(report: IterationReport) -> None:
@@ -140,21 +133,17 @@ def _print(report: IterationReport) -> None:
         raise ImportError("a report needs rich: pip install 'hvdlite[trace]'") from None
     console.print(report.title, style="bold", markup=False)
     for table in report.tables:
-        console.print(_rich(table_class, table))
+        rich = table_class(title=table.title, title_justify="left")
+        for k, name in enumerate(table.head):
+            rich.add_column(name, justify="right" if table.is_figure(k) else "left")
+        for row in table.rows:
+            rich.add_row(*row)
+        console.print(rich)
     for text in (*report.notes, report.advice.why):
         console.print(text, markup=False)
     if report.command:  # not wrapped, so that it can be pasted
         text = f"Try, with your own script for {SCRIPT}:\n  {report.command}"
         console.print(text, markup=False, soft_wrap=True)
-
-
-def _rich(table_class: Any, table: Table) -> Any:
-    rich = table_class(title=table.title, title_justify="left")
-    for k, name in enumerate(table.head):
-        rich.add_column(name, justify="right" if table.is_figure(k) else "left")
-    for row in table.rows:
-        rich.add_row(*row)
-    return rich
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ It needs matplotlib.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
@@ -47,16 +47,14 @@ def bars_of(row: IterationRow) -> tuple[list[Bar], list[Bar]]:
     if row.optimizer_time is not None:
         end = row.iteration_end
         computation.append(Bar("optimizer", end - row.optimizer_time, end))
-    return computation, list(_segment_bars(row))
-
-
-def _segment_bars(row: IterationRow) -> Iterator[Bar]:
+    segments: list[Bar] = []
     border = row.iteration_end if row.bp_end is None else row.bp_end
     for k, (start, end, _) in enumerate(row.segments, 1):
         if start < border:
-            yield Bar("segment", start, min(end, border), str(k))
+            segments.append(Bar("segment", start, min(end, border), str(k)))
         if end > border:
-            yield Bar("segment, after backward", max(start, border), end, str(k))
+            segments.append(Bar("segment, after backward", max(start, border), end, str(k)))
+    return computation, segments
 
 
 def draw(rows: Sequence[IterationRow], output: str) -> None:

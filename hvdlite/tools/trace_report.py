@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
@@ -12,6 +12,7 @@ from hvdlite.common.segmentation.rules import (
     idle_seconds,
     proposed_changes,
 )
+from hvdlite.tools.drawing import size
 from hvdlite.tools.trace_summary import (
     Figure,
     Summary,
@@ -70,64 +71,49 @@ def advise(
         fp_end = (1 - BACKWARD_SHARE) * bp_end
     changes = proposed_changes(reductions, fp_end, bp_end)
     if not changes:
-        return Advice(0, _why_no_change_helps(fp_end, bp_end, reductions))
+        return Advice(0, _why(0, fp_end, bp_end, reductions))
     best = changes[0]
-    return Advice(best.rule, _WHY[best.rule](fp_end, bp_end, reductions), best.percentages)
+    return Advice(best.rule, _why(best.rule, fp_end, bp_end, reductions), best.percentages)
 
 
-def _why_last_cut_later(fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
+def _why(rule: int, fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
+    """Return why a change of this rule helps, or for 0 why none does."""
     first, last = reductions[0], reductions[-1]
-    return (
-        f"The first reduction ends {_ms(bp_end - first.end)} before backward does, and the "
-        f"last, with {byte_shares(reductions)[-1]:g} % of the bytes, runs "
-        f"{_ms(last.end - bp_end)} longer: move the last cut later, so that little is left for "
-        "the end."
-    )
-
-
-def _why_cuts_earlier(fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
-    return (
-        f"The first reduction starts late, {_ms(reductions[0].start - fp_end)} into a backward of "
-        f"{_ms(bp_end - fp_end)}, and ends after it: move the cut earlier, so that the first "
-        "reduction hides behind backward."
-    )
-
-
-def _why_one_more(fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
-    last = reductions[-1]
-    if len(reductions) == 1:
+    if rule == 1:
+        return (
+            f"The first reduction ends {_ms(bp_end - first.end)} before backward does, and the "
+            f"last, with {byte_shares(reductions)[-1]:g} % of the bytes, runs "
+            f"{_ms(last.end - bp_end)} longer: move the last cut later, so that little is left for "
+            "the end."
+        )
+    if rule == 2:
+        return (
+            f"The first reduction starts late, {_ms(first.start - fp_end)} into a backward of "
+            f"{_ms(bp_end - fp_end)}, and ends after it: move the cut earlier, so that the first "
+            "reduction hides behind backward."
+        )
+    if rule == 3 and len(reductions) == 1:
         return (
             f"All gradients are reduced together, for {_ms(last.end - last.start)} after backward: "
             "add a segment, so that most of them are reduced while backward still runs."
         )
+    idle = _ms(idle_seconds(reductions, fp_end, bp_end))
+    if rule == 3:
+        return (
+            f"Backward has room: no reduction runs during {idle} of it, and communication ends "
+            f"{_ms(last.end - bp_end)} after it: add a segment."
+        )
     return (
-        f"Backward has room: no reduction runs during "
-        f"{_ms(idle_seconds(reductions, fp_end, bp_end))} of it, and communication ends "
-        f"{_ms(last.end - bp_end)} after it: add a segment."
+        f"Communication takes longer than there is to hide it behind: {_ms(last.end - bp_end)} are "
+        f"left after backward, in which no reduction runs for only {idle}. No other cut will help "
+        "much: send less (compression, more backward passes in a step), or use a faster network."
     )
-
-
-def _why_no_change_helps(fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
-    return (
-        "Communication takes longer than there is to hide it behind: "
-        f"{_ms(reductions[-1].end - bp_end)} are left after backward, in which no reduction runs "
-        f"for only {_ms(idle_seconds(reductions, fp_end, bp_end))}. No other cut will help much: "
-        "send less (compression, more backward passes in a step), or use a faster network."
-    )
-
-
-_WHY: dict[int, Callable[[float, float, Sequence[TimedReduction]], str]] = {
-    1: _why_last_cut_later,
-    2: _why_cuts_earlier,
-    3: _why_one_more,
-}
 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-MIB = 1 << 20
 SCRIPT = "train.py"  # the placeholder for the user's script
 NOT_SEEN = "-"
 # A rank that is last in this share of the iterations is late for a cause of its own.
@@ -278,8 +264,3 @@ def duration(seconds: float | None) -> str:
 
 def percent(share: float | None) -> str:
     return NOT_SEEN if share is None else f"{share:.0%}"
-
-
-def size(nbytes: float) -> str:
-    """Return `nbytes` in KiB or MiB."""
-    return f"{nbytes / 1024:.1f} KiB" if nbytes < MIB else f"{nbytes / MIB:.1f} MiB"

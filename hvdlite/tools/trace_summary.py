@@ -122,19 +122,15 @@ def _files(path: str) -> list[str]:
 
 def alike(rows: Sequence[IterationRow]) -> list[IterationRow]:
     """Return the rows with the most common segments, or with the most common number of segments."""
-    for kind, least in ((_sizes, PLANNED_SHARE), (_count, 0.0)):
+    kinds: tuple[tuple[Callable[[IterationRow], object], float], ...] = (
+        (lambda row: tuple(segment.bytes for segment in row.segments), PLANNED_SHARE),
+        (lambda row: len(row.segments), 0.0),
+    )
+    for kind, least in kinds:
         most_common, times = Counter(map(kind, rows)).most_common(1)[0]
         if times >= least * len(rows):
             break
     return [row for row in rows if kind(row) == most_common]
-
-
-def _sizes(row: IterationRow) -> object:
-    return tuple(segment.bytes for segment in row.segments)
-
-
-def _count(row: IterationRow) -> object:
-    return len(row.segments)
 
 
 def summarize(rows: Sequence[IterationRow]) -> Summary:
