@@ -192,7 +192,8 @@ class VariableTensors(Tensors):
         tree: dict[str, Any] = {}
         for variable in variables() if callable(variables) else variables:
             # Keras counts models and optimizers of a process, so the next one has another name.
-            name = _path(variable).removeprefix(f"{getattr(holder, 'name', '')}/")
+            path = str(getattr(variable, "path", None) or variable.name)
+            name = path.removeprefix(f"{getattr(holder, 'name', '')}/")
             if COUNTED.fullmatch(name):
                 name = attributes.get(id(variable), name)
             for model in models:
@@ -253,10 +254,6 @@ def _names_of_models(state: Any) -> list[str]:
         str(each.name) for each in things if hasattr(each, "weights") and hasattr(each, "name")
     ]
     return sorted(names, key=len, reverse=True)
-
-
-def _path(variable: Any) -> str:
-    return str(getattr(variable, "path", None) or variable.name)
 
 
 def _is_variable(value: Any) -> bool:

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from hvdlite.checkpoint import compression, public
-from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.public import *  # noqa: F403
+from hvdlite.checkpoint.public import CheckpointForms
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Tensors
 from hvdlite.jax.sharded_state.shards import gather, is_shard
 from hvdlite.jax.trees import from_host, is_key, remembers, to_host

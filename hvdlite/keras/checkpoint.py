@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from hvdlite.checkpoint import public
-from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.public import *  # noqa: F403
+from hvdlite.checkpoint.public import CheckpointForms
 from hvdlite.checkpoint.tensors import Context, Owner, VariableTensors
 from hvdlite.keras.optimizer_families import KINDS
 from hvdlite.keras.subclass import lasting_only

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.checkpoint import public
-from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.public import *  # noqa: F403
+from hvdlite.checkpoint.public import CheckpointForms
 from hvdlite.checkpoint.tensors import Array, VariableTensors
 
 

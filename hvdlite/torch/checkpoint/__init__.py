@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdlite.checkpoint import public, trees
-from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.job import in_turn, together
 from hvdlite.checkpoint.loading import Options
 from hvdlite.checkpoint.manifest import MANIFEST, Folder
 from hvdlite.checkpoint.public import *  # noqa: F403
+from hvdlite.checkpoint.public import CheckpointForms
 from hvdlite.checkpoint.tensors import Owner, Tensors
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor
