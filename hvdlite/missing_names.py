@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 TYPE_CHECKING = False  # that of typing, which is slow to import
 if TYPE_CHECKING:
-    from types import FrameType, ModuleType
+    from types import FrameType
 
 HOROVOD_VERSION = "0.28.1"  # libraries ask for it, and switch features off below it
 # Horovod's packages that train models of Keras and PyTorch on Spark's data frames.
@@ -50,18 +50,23 @@ def with_remedy(error: ModuleNotFoundError, package: str, remedy: str) -> Module
     return ModuleNotFoundError(f"{error}: {remedy}", name=error.name, path=error.path)
 
 
-def module_getattr(module: str, **on_demand: str) -> Callable[[str], ModuleType]:
-    """Return a ``__getattr__`` for a module that has some other modules, imported when asked for.
+def module_getattr(module: str, **on_demand: str) -> Callable[[str], object]:
+    """Return a ``__getattr__`` for a module that imports some of its names when asked for them.
 
-    `on_demand` has their full names by the names of the attributes.
+    `on_demand` has by the names of the attributes the full names of modules, or of what modules
+    have: ``module:name``.
     """
 
-    def find(name: str) -> ModuleType:
+    def find(name: str) -> object:
         if name not in on_demand:
             raise attribute_error(module, name)
         from importlib import import_module
 
-        found = vars(sys.modules[module])[name] = import_module(on_demand[name])
+        path, _, attribute = on_demand[name].partition(":")
+        found: object = import_module(path)
+        if attribute:
+            found = getattr(found, attribute)
+        vars(sys.modules[module])[name] = found
         return found
 
     return find

@@ -16,31 +16,22 @@ ranks of the job, and the loaders need nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdlite.data.loaders import AsyncDataLoaderMixin, BaseDataLoader
-from hvdlite.missing_names import attribute_error
+from hvdlite.missing_names import module_getattr
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # which would take every name for one that is there
     from hvdlite.data.samplers import SliceSampler, sampler_for
     from hvdlite.data.slicing import Sliced, slice_batch
-
-_ON_DEMAND = {
-    "SliceSampler": "samplers",
-    "Sliced": "slicing",
-    "sampler_for": "samplers",
-    "slice_batch": "slicing",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load what cuts batches."""
-    if name in _ON_DEMAND:
-        from importlib import import_module
-
-        return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
-    raise attribute_error(__name__, name)
-
+else:
+    __getattr__ = module_getattr(
+        __name__,
+        SliceSampler="hvdlite.data.samplers:SliceSampler",
+        Sliced="hvdlite.data.slicing:Sliced",
+        sampler_for="hvdlite.data.samplers:sampler_for",
+        slice_batch="hvdlite.data.slicing:slice_batch",
+    )
 
 __all__ = [
     "AsyncDataLoaderMixin",

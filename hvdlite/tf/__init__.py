@@ -9,10 +9,9 @@ hvd.broadcast_variables(model.variables, root_rank=0)
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hvdlite.missing_names import attribute_error, with_remedy
+from hvdlite.missing_names import module_getattr, with_remedy
 
 try:
     import tensorflow as tf
@@ -46,17 +45,14 @@ from hvdlite.tf.util import (
     vars_to_refs,
 )
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # which would take every name for one that is there
     from hvdlite.tf.sync_batch_norm import SyncBatchNormalization
+else:  # Keras is not imported before.
+    __getattr__ = module_getattr(
+        __name__, SyncBatchNormalization="hvdlite.tf.sync_batch_norm:SyncBatchNormalization"
+    )
 
 register_libraries()
-
-
-def __getattr__(name: str) -> Any:
-    """`SyncBatchNormalization` is made when it is asked for: Keras is not imported before."""
-    if name == "SyncBatchNormalization":
-        return import_module("hvdlite.tf.sync_batch_norm").SyncBatchNormalization
-    raise attribute_error(__name__, name)
 
 
 def _check_has_gpu() -> bool:

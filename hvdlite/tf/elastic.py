@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,11 +23,15 @@ import tensorflow as tf
 from hvdlite.common.elastic.run import run_until
 from hvdlite.common.elastic.variables import VariablesState
 from hvdlite.common.gradients.variables import inside_scalers
-from hvdlite.missing_names import attribute_error
+from hvdlite.missing_names import module_getattr
 from hvdlite.tf.errors import is_loss_in_tensorflow
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # which would take every name for one that is there
     from hvdlite.keras.elastic import TensorFlowKerasState
+else:  # Keras is not imported before.
+    __getattr__ = module_getattr(
+        __name__, TensorFlowKerasState="hvdlite.keras.elastic:TensorFlowKerasState"
+    )
 
 R = TypeVar("R")
 
@@ -107,13 +110,6 @@ class TensorFlowState(VariablesState):
         if self.session is not None or tf.executing_eagerly():
             return self.session
         return tf.compat.v1.get_default_session()
-
-
-def __getattr__(name: str) -> Any:
-    """`TensorFlowKerasState` is made when it is asked for: Keras is not imported before."""
-    if name == "TensorFlowKerasState":
-        return import_module("hvdlite.keras.elastic").TensorFlowKerasState
-    raise attribute_error(__name__, name)
 
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
