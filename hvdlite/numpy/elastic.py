@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.api.objects import broadcast_object
-from hvdlite.common.elastic.arrays import broadcast_arrays
+from hvdlite.common.elastic.arrays import broadcast_arrays, copied
 from hvdlite.common.elastic.run import run
 from hvdlite.common.elastic.source import sync_source
 from hvdlite.common.elastic.state import ObjectState, map_leaves, named_leaves
@@ -72,29 +72,22 @@ class NumpyState(ObjectState):
 
     def _copies(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the arrays into the kept ones, and return the rest with their places."""
-        kept, self._arrays = self._arrays, []
-        tree = map_leaves(dict(values), lambda leaf: self._placed(leaf, kept))
-        return super()._copies(tree)
+        kept, self._arrays = iter(self._arrays), []
 
-    def _placed(self, leaf: Any, kept: list[np.ndarray[Any, Any]]) -> Any:
-        if not _is_array(leaf):
-            return leaf
-        number = len(self._arrays)
-        if number < len(kept) and _fits(kept[number], leaf):
-            np.copyto(kept[number], leaf)
-            self._arrays.append(kept[number])
-        else:
-            self._arrays.append(leaf.copy())
-        return _Place(number, leaf.shape, leaf.dtype)
+        def placed(leaf: Any) -> Any:
+            if not _is_array(leaf):
+                return leaf
+            self._arrays.append(copied(leaf, next(kept, None)))
+            return _Place(len(self._arrays) - 1, leaf.shape, leaf.dtype)
+
+        return super()._copies(map_leaves(dict(values), placed))
 
     def _shown(self, current: Any, saved: Any) -> Any:
         """Return the saved tree, in the arrays and containers that there are where these fit."""
         if isinstance(saved, _Place):
             array = self._arrays[saved.number]
-            if _is_array(current) and _fits(current, array) and current.flags.writeable:
-                np.copyto(current, array)
-                return current
-            return array.copy()
+            is_room = _is_array(current) and current.flags.writeable
+            return copied(array, current if is_room else None)
         if type(current) is type(saved) is dict and current.keys() == saved.keys():
             for key, value in saved.items():
                 current[key] = self._shown(current[key], value)
@@ -118,10 +111,6 @@ class NumpyState(ObjectState):
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) and not value.dtype.hasobject
-
-
-def _fits(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return bool(array.shape == other.shape and array.dtype == other.dtype)
 
 
 __all__ = ["NumpyState", "run"]

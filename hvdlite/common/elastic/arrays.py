@@ -14,6 +14,16 @@ from hvdlite.common.elastic.source import Source
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.tensors.numpy_adapter import Array
 
+
+def copied(values: Array, kept: Array | None) -> Array:
+    """Return a copy of an array, in the memory of one that was kept where it fits there."""
+    if kept is None or (kept.shape, kept.dtype) != (values.shape, values.dtype):
+        copy: Array = values.copy()
+        return copy
+    np.copyto(kept, values)
+    return kept
+
+
 # The pieces in which many arrays or tensors are sent as flat buffers.
 PIECE_BYTES = 64 << 20  # The most that a flat buffer takes, unless one array is larger.
 

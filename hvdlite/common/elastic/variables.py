@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.api.objects import broadcast_object
-from hvdlite.common.elastic.arrays import broadcast_arrays
+from hvdlite.common.elastic.arrays import broadcast_arrays, copied
 from hvdlite.common.elastic.source import check_same_tensors, sync_source
 from hvdlite.common.elastic.state import ObjectState
 from hvdlite.common.runtime.basics import rank
@@ -52,7 +52,7 @@ class VariablesState(ObjectState):
         kept = self._saved_values
         values = self._values(self._variables())
         self._saved_values = [
-            _copied(value, kept[index] if index < len(kept) else None)
+            copied(value, kept[index] if index < len(kept) else None)
             for index, value in enumerate(values)
         ]
         optimizer = self._compressing()
@@ -129,10 +129,3 @@ def _may_change_shape(variable: Any) -> bool:
     """Return whether values of more than one shape may be assigned, as TensorFlow allows it."""
     is_defined = getattr(variable.shape, "is_fully_defined", lambda: True)
     return not is_defined()
-
-
-def _copied(value: np.ndarray[Any, Any], kept: np.ndarray[Any, Any] | None) -> Any:
-    if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-        return value.copy()
-    np.copyto(kept, value)
-    return kept
