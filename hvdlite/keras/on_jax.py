@@ -17,7 +17,7 @@ from hvdlite.common.runtime.current import finder, use
 from hvdlite.common.segmentation.strategies import Gradient
 from hvdlite.common.tensors.comparison import of_array
 from hvdlite.jax import gradients as of_jax
-from hvdlite.jax.elastic.state import is_loss_in_jax as is_loss
+from hvdlite.jax.elastic import is_loss_in_jax as is_loss
 from hvdlite.jax.order import forget_programs, wait_for_programs
 from hvdlite.jax.programs import is_tracing
 from hvdlite.keras.framework import keras

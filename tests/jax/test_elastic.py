@@ -20,7 +20,7 @@ import pytest
 import hvdlite.jax as hvd
 from hvdlite.common.base.errors import HostsUpdatedInterrupt
 from hvdlite.common.base.host_update import HostUpdateResult
-from hvdlite.jax.elastic import state as elastic_state
+from hvdlite.jax import elastic as elastic_state
 from hvdlite.jax.native import executions
 from hvdlite.jax.starting import Started, start_now
 from tests.jax.cases import Case, Outcomes, same, values

@@ -21,8 +21,8 @@ import hvdlite.jax as hvd
 from hvdlite.common.api.options import CallOptions
 from hvdlite.jax import programs
 from hvdlite.jax.calls import Call
+from hvdlite.jax.mpi_ops import signal
 from hvdlite.jax.native.executions import served_library
-from hvdlite.jax.runner import signal
 from hvdlite.jax.starting import Started
 from tests.jax.cases import RANKS, Case, Outcomes, values
 from tests.limits import HANG_SECONDS

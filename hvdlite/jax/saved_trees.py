@@ -6,13 +6,14 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hvdlite.common.elastic.arrays import copied
 from hvdlite.jax.sharded_state.shards import Whole, recut, replaced_shards
 from hvdlite.jax.trees import Array, from_host, is_array, is_key, remembers, to_host
 
@@ -64,13 +65,7 @@ class Saved:
         arrays = [to_host(leaf) for leaf in others if is_array(leaf)]
         self.objects = copy.deepcopy([leaf for leaf in others if not is_array(leaf)])
         self.unsent = [optimizer.compression_state() for optimizer in optimizers]
-        self.arrays = []
-        for memory, array in zip_longest(kept[: len(arrays)], arrays):
-            if memory is None or (memory.shape, memory.dtype) != (array.shape, array.dtype):
-                self.arrays.append(array.copy())
-            else:
-                np.copyto(memory, array)
-                self.arrays.append(memory)
+        self.arrays = [*map(copied, arrays, chain(kept, repeat(None)))]
 
     @property
     def is_divided(self) -> bool:
@@ -117,7 +112,11 @@ class Saved:
         found = {}
         for name, tree in self.tree().items():
             leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
-            paths = [(jax.tree_util.keystr(path), _word(leaf)) for path, leaf in leaves]
+            paths = []
+            for path, leaf in leaves:
+                alone = type(leaf).__name__ if _is_empty(leaf) else ""
+                word = leaf.kind if isinstance(leaf, Place) else alone
+                paths.append((jax.tree_util.keystr(path), word))
             found[name] = hashlib.blake2b(repr(paths).encode(), digest_size=16).hexdigest()
         return found
 
@@ -163,13 +162,6 @@ class Saved:
             if isinstance(place, Place):
                 values = next(unsent if place.kind == OPTIMIZER else arrays)
                 yield (jax.tree_util.keystr(path), place.kind), (leaf, values)
-
-
-def _word(leaf: Any) -> str:
-    """Return what ranks must have alike at a path."""
-    if isinstance(leaf, Place):
-        return leaf.kind
-    return type(leaf).__name__ if _is_empty(leaf) else ""
 
 
 def _is_whole(node: Any) -> bool:

@@ -1,4 +1,14 @@
-"""The state of training with JAX, and the loop that runs a function with it."""
+"""Elastic training with JAX: go on when ranks are lost, and let new ones join.
+
+@hvd.elastic.run
+def train(state):
+    while state.step < steps:
+        state.params, state.opt_state = train_step(state.params, state.opt_state, batch(state.step))
+        state.step += 1
+        state.commit()
+
+train(hvd.elastic.JaxState(params=params, opt_state=opt_state, step=0))
+"""
 
 from __future__ import annotations
 
@@ -17,8 +27,8 @@ from hvdlite.common.elastic.state import ObjectState
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import rank
 from hvdlite.common.tensors.comparison import Compared, of_array
-from hvdlite.jax.elastic.saved import OPTIMIZER, Saved
 from hvdlite.jax.order import forget_programs, wait_for_all_programs
+from hvdlite.jax.saved_trees import OPTIMIZER, Saved
 from hvdlite.jax.sharded_state.shards import is_shard
 from hvdlite.jax.trees import is_array, to_host
 
@@ -90,7 +100,13 @@ class JaxState(ObjectState):
         Where that rank is lost in between, the last save here stays what it was.
         """
         source = sync_source()
-        self._gather_parts(source)
+        if source.takes_part and self._saved.is_divided:
+            # Save all of a divided state, where no rank has done so since it was made.
+            of_ranks = allgather_object(
+                (rank(), self._saved.is_part), "elastic.parts", source.process_set
+            )
+            if dict(of_ranks)[source.root_rank]:  # Otherwise the root has all, for all.
+                self._saved = Saved(self._saved.restored(), self._saved.arrays, alone=False)
         saved, names = copy.copy(self._saved), self._saved_state
         if source.takes_part:
             names = self._sync_structure(saved, source)
@@ -99,16 +115,6 @@ class JaxState(ObjectState):
         saved.is_part = False
         self._saved, self._saved_state, self._is_synced = saved, names, True
         self.restore()
-
-    def _gather_parts(self, source: Source) -> None:
-        """Save all of a state that is divided, where no rank has done so since it was made."""
-        if not source.takes_part or not self._saved.is_divided:
-            return
-        of_ranks = allgather_object(
-            (rank(), self._saved.is_part), "elastic.parts", source.process_set
-        )
-        if dict(of_ranks)[source.root_rank]:  # Otherwise the root has all, for all.
-            self._saved = Saved(self._saved.restored(), self._saved.arrays, alone=False)
 
     def _sync_structure(self, saved: Saved, source: Source) -> dict[str, Any]:
         """Take from the root those attributes that have other leaves there, such as a longer list.
@@ -163,3 +169,6 @@ class JaxState(ObjectState):
             for path, leaf in leaves:
                 if is_array(leaf):
                     yield of_array(name + jax.tree_util.keystr(path), to_host(leaf))
+
+
+__all__ = ["JaxState", "run"]
