@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hvdlite.common.gradients import reducer
-from hvdlite.common.gradients.buckets import batches_of, single_and_grouped
+from hvdlite.common.gradients.buckets import batches_of
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.runtime.current import for_collective
 from hvdlite.common.segmentation import strategies as segmentation
@@ -86,9 +87,6 @@ class Reducer(reducer.Reducer):
             path = ".".join(key.replace(".", "_").replace("/", "_") for key in source.keys)
         return segmentation.Gradient(name, array.nbytes, array.dtype.name, path)
 
-    def divide_by_size(self, gradient: Any) -> Any:
-        return gradient / self.reduction.process_set.size()
-
 
 def _send(
     reducer: Reducer, gradients: Gradients, groups: Sequence[Sequence[str]], suffix: str
@@ -102,9 +100,8 @@ def _send(
             raise ValueError(COMPLEX)
         packed = {name: (each, None) for name, each in gradients.items()}
     parts = []
-    for names, options in _buckets(
-        reducer, {name: array for name, (array, _) in packed.items()}, groups
-    ):
+    arrays = {name: array for name, (array, _) in packed.items()}
+    for names, options in reducer.planned(arrays, groups, partial(_batches, arrays)):
         keys = tuple(f"{name}{suffix}" for name in names)
         call = Call("allreduce", options(keys), names=keys, exchange=reducer.feedback)
         parts.append((names, call))
@@ -116,7 +113,7 @@ def _send(
         )
         return [reduced[name] for name in order]
 
-    results = exchange([(call, [packed[name][0] for name in names]) for names, call in parts], back)
+    results = exchange([(call, [arrays[name] for name in names]) for names, call in parts], back)
     reduced = {
         name: result
         for (names, _), each in zip(parts, results, strict=True)
@@ -127,22 +124,10 @@ def _send(
     return {name: compression.decompress(reduced[name], packed[name][1]) for name in gradients}
 
 
-def _buckets(
-    reducer: Reducer, arrays: Gradients, groups: Sequence[Sequence[str]]
-) -> list[tuple[Sequence[str], Callable[[Sequence[str]], Any]]]:
-    """Return the gradients that are handed over together, each time with how."""
-    segments = reducer.segments
-    if reducer.feedback is not None:
-        # The same on all ranks: groups, and each other gradient alone.
-        _, buckets = single_and_grouped(list(arrays), groups, segmented=True)
-        return [(names, segments.options) for names in buckets]
-    single, buckets = single_and_grouped(
-        list(arrays), groups, segmented=segments.strategy is not None
-    )
-    sizes = {name: int(np.prod(each.shape)) * each.dtype.itemsize for name, each in arrays.items()}
-    batches = [single] if single else []
-    if is_tracing():
-        # Backward computes the gradients of the last layer first.
-        batches = batches_of(single[::-1], sizes, for_collective().topology, 0)
-    alone = [(names, lambda keys: segments.options(keys[:1])) for names in batches]
-    return alone + [(names, segments.options) for names in buckets]
+def _batches(arrays: Gradients, names: list[str]) -> list[list[str]]:
+    """Divide gradients that are reduced on their own into those that are handed over together."""
+    if not is_tracing():
+        return [names] if names else []
+    sizes = {name: int(np.prod(arrays[name].shape)) * arrays[name].dtype.itemsize for name in names}
+    # Backward computes the gradients of the last layer first.
+    return batches_of(names[::-1], sizes, for_collective().topology, 0)

@@ -21,16 +21,12 @@ from hvdlite.jax.calls import Call
 ADAPTER = NumpyAdapter()
 
 
-def _nothing() -> None:
-    pass
-
-
 class Started(NamedTuple):
     """A collective on its way: the handles of its parts."""
 
     handles: Sequence[Handle]
-    end: Callable[[], None] = _nothing  # when all have ended well; raises what is wrong with it
-    release: Callable[[], None] = _nothing  # before that, and when one has failed, too
+    end: Callable[[], None] = lambda: None  # when all have ended well; raises what is wrong with it
+    release: Callable[[], None] = lambda: None  # before that, and when one has failed, too
 
     def close(self) -> Exception | None:
         """Do what is left to do when all handles have ended; return the error, or None."""

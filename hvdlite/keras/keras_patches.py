@@ -98,7 +98,12 @@ def _making_step(method: Method) -> Method:
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         _meet_server_optimizer(self)
-        exchange = _exchange_in(getattr(self, "optimizer", None))
+        steps_are_compiled = (
+            exchange_of(part)
+            for part in parts_of(getattr(self, "optimizer", None))
+            if isinstance(part, Distributed) and part._hvdlite_settings.backend != "torch"
+        )
+        exchange = next(steps_are_compiled, None)
         if exchange is not None and exchange.settings.reduction.active:
             if self.jit_compile and exchange.settings.backend == "tensorflow":
                 _warn_once()
@@ -166,14 +171,6 @@ def _is_elastic(callbacks: Any) -> bool:
     return isinstance(callbacks, (list, tuple)) and any(
         isinstance(callback, StateCallback) for callback in callbacks
     )
-
-
-def _exchange_in(optimizer: Any) -> Exchange | None:
-    """Return the exchange of a distributed optimizer whose steps are compiled."""
-    for part in parts_of(optimizer):
-        if isinstance(part, Distributed) and part._hvdlite_settings.backend != "torch":
-            return exchange_of(part)
-    return None
 
 
 def _is_stale(model: Any, exchange: Exchange) -> bool:

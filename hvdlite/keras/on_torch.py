@@ -120,7 +120,8 @@ class Reducer(reducer.Reducer):
         packed = [compression.compress(gradient.detach()) for gradient in bucket.values()]
         tensors = [tensor for tensor, _ in packed]
         reduction = ReducedCopies(
-            for_collective(), mpi_ops.runner.adapter, list(bucket), tensors, options, _copies,
+            for_collective(), mpi_ops.runner.adapter, list(bucket), tensors, options,
+            lambda reduced: [tensor.clone() for tensor in reduced],
             nbytes=sum(tensor.nbytes for tensor in tensors), alone=alone,
         )  # fmt: skip
 
@@ -148,9 +149,6 @@ class Reducer(reducer.Reducer):
         path = self.sources.path_of(source)
         return Gradient(name, size_bytes, DTYPE_NAMES[gradient.dtype], path)
 
-    def divide_by_size(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient / self.reduction.process_set.size()
-
 
 def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequence[Any]) -> None:
     """Count a step, and compare the variables where it is time to; raises `RuntimeError`."""
@@ -160,10 +158,6 @@ def compare_variables(check: WeightsCheck, names: Sequence[str], variables: Sequ
             for name, variable in zip(names, variables, strict=True)
         ]
     )
-
-
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in tensors]
 
 
 def _wait_for_all(waits: Sequence[Wait]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hvdlite.common.tensors.compression import Compressor, FeedbackCompressor
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.errors import unconverted
 from hvdlite.tf.optimizer.gradient_exchange import Gradient, Reducer, wrap
-from hvdlite.tf.weights import compare_variables
+from hvdlite.tf.variables import compare_variables
 
 _NO_GRADIENT = tf.UnconnectedGradients.NONE
 Pairs = list[tuple[Any, Gradient]]

@@ -12,7 +12,7 @@ import tensorflow as tf
 import hvdlite.tf as hvd
 from hvdlite.common.gradients.weights_check import VariablesCheck
 from hvdlite.common.settings.config import Config
-from hvdlite.tf import weights
+from hvdlite.tf.variables import compare_variables
 from tests.ranks import run_ranks
 
 v1 = tf.compat.v1
@@ -144,7 +144,7 @@ def test_nothing_is_listed_without_the_setting() -> None:
             raise AssertionError(f"{name} costs time in each step")
 
     reducer: Any = Untouched()
-    assert VariablesCheck(reducer, weights.compare_variables, of_tape=True).step([None]) is None
+    assert VariablesCheck(reducer, compare_variables, of_tape=True).step([None]) is None
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])

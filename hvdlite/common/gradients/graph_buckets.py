@@ -46,6 +46,44 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any, access: int) -> A
     return np.frombuffer(_memory(address, size_bytes, access), dtype).reshape(shape)
 
 
+# What graphs of TensorFlow and programs of JAX have started comes from a queue in compiled code.
+
+
+def declared(function: Any, result: Any, *arguments: Any) -> Any:
+    """Return a function of C, with the types of its result and of its arguments."""
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+class GraphLibrary:
+    """The compiled functions of graphs."""
+
+    def __init__(self, path: str) -> None:
+        self.waiting = ctypes.CDLL(path)  # Its functions are called without the GIL.
+        self.quick = ctypes.PyDLL(path)
+        integers = ctypes.POINTER(ctypes.c_int64)
+        self._next = declared(self.waiting.hvdlite_next, integers, integers)
+        self.serve = declared(self.quick.hvdlite_serve, None)
+
+    def next(self) -> list[int]:
+        """Sleep until graphs have started collectives, and return the record of all of them."""
+        length = ctypes.c_int64()
+        record: list[int] = self._next(ctypes.byref(length))[: length.value]
+        return record
+
+
+def when_all_have_ended(handles: Sequence[Handle], end: Callable[[], None]) -> None:
+    """Call ``end()`` when all handles are complete, in the thread that completes the last one."""
+    missing = [*range(len(handles))]
+
+    def one_has_ended() -> None:
+        if missing.pop() == 0:  # pop() is atomic: exactly one thread sees the last item.
+            end()
+
+    for handle in handles:
+        handle.on_end(one_has_ended)
+
+
 class GraphTensor:
     """A tensor of a graph: its memory in this step, and its properties."""
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.background_exchange import BackgroundExchange
-from hvdlite.common.gradients.buckets import ReductionConfig, check_groups, split_evenly
+from hvdlite.common.gradients.buckets import (
+    ReductionConfig,
+    check_groups,
+    single_and_grouped,
+    split_evenly,
+)
 from hvdlite.common.gradients.compressed_bucket import FeedbackState
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.gradients.variables import LocalSources, Sources
@@ -117,13 +123,36 @@ class Reducer(ABC):
         when a reduction fails.
         """
 
+    def planned(
+        self,
+        names: Iterable[str],
+        groups: Sequence[Sequence[str]],
+        batches: Callable[[list[str]], list[list[str]]],
+    ) -> list[tuple[Sequence[str], Callable[[Sequence[str]], CallOptions]]]:
+        """Return the gradients that are handed over together, each time with their options.
+
+        These are made of the names under which they are sent. `batches` divides those that are
+        reduced on their own.
+        """
+        segments = self.segments
+        if self.feedback is not None:  # The same on all ranks: groups, and each other one alone.
+            _, buckets = single_and_grouped(list(names), groups, segmented=True)
+            return [(bucket, segments.options) for bucket in buckets]
+        single, buckets = single_and_grouped(
+            list(names), groups, segmented=segments.strategy is not None
+        )
+        return [
+            *((batch, lambda keys: segments.options(keys[:1])) for batch in batches(single)),
+            *((bucket, segments.options) for bucket in buckets),
+        ]
+
     @abstractmethod
     def describe(self, name: str, gradient: Any, source: Any) -> Gradient | None:
         """Return what decides the segment of a gradient; None for one that belongs to none."""
 
-    @abstractmethod
     def divide_by_size(self, gradient: Any) -> Any:
         """Return the gradient, dense or sparse, divided by the number of ranks."""
+        return gradient / self.reduction.process_set.size()
 
     def _name_groups(self, shared: Mapping[str, tuple[Any, Any]]) -> list[list[str]]:
         groups = self._groups

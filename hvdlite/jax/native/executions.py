@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.gradients.graph_buckets import READ, READ_AND_WRITE, GraphBucket, array_at
+from hvdlite.common.gradients.graph_buckets import (
+    READ,
+    READ_AND_WRITE,
+    GraphBucket,
+    array_at,
+    when_all_have_ended,
+)
 from hvdlite.common.runtime.current import finder, for_collective, use
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
@@ -209,14 +215,7 @@ class _Executions:
         except Exception as error:
             self._end(execution, error)
             return
-        missing = [*range(len(started.handles))]
-
-        def one_has_ended() -> None:
-            if missing.pop() == 0:  # pop() is atomic: exactly one thread sees the last item.
-                self._end(execution, started.close())
-
-        for handle in started.handles:
-            handle.on_end(one_has_ended)
+        when_all_have_ended(started.handles, lambda: self._end(execution, started.close()))
 
     def _end(self, execution: _Execution, error: Exception | None) -> None:
         text = (

@@ -8,45 +8,31 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import jax
 import jaxlib.version
 
 from hvdlite.common.collectives.native.build import Recipe, say_that_python_runs
 from hvdlite.common.collectives.native.cache import BuildError
+from hvdlite.common.gradients.graph_buckets import GraphLibrary, declared
 from hvdlite.common.runtime.current import find
 
 START, TAKE = "hvdlite_start", "hvdlite_take"
 
 
-class Library:
+class Library(GraphLibrary):
     """The compiled functions: XLA knows those that programs call, and Python calls the others."""
 
     def __init__(self, path: str) -> None:
-        waiting = ctypes.CDLL(path)  # Its functions are called without the GIL.
-        quick = ctypes.PyDLL(path)
-        integers = ctypes.POINTER(ctypes.c_int64)
-        self._next = _function(waiting.hvdlite_next, integers, integers)
-        self.serve = _function(quick.hvdlite_serve, None)
-        self.open_tickets = _function(waiting.hvdlite_open, ctypes.c_int64)
-        self.unused_bytes = _function(waiting.hvdlite_unused_bytes, ctypes.c_int64)
-        self.forget = _function(waiting.hvdlite_forget, None)
-        self.end = _function(waiting.hvdlite_end, None, ctypes.c_void_p, ctypes.c_char_p)
+        super().__init__(path)
+        waiting = self.waiting
+        self.open_tickets = declared(waiting.hvdlite_open, ctypes.c_int64)
+        self.unused_bytes = declared(waiting.hvdlite_unused_bytes, ctypes.c_int64)
+        self.forget = declared(waiting.hvdlite_forget, None)
+        self.end = declared(waiting.hvdlite_end, None, ctypes.c_void_p, ctypes.c_char_p)
         for name in (START, TAKE):
             target = jax.ffi.pycapsule(getattr(waiting, name))
             jax.ffi.register_ffi_target(name, target, platform="cpu")
-
-    def next(self) -> list[int]:
-        """Sleep until programs have started collectives, and return the record of all of them."""
-        length = ctypes.c_int64()
-        record: list[int] = self._next(ctypes.byref(length))[: length.value]
-        return record
-
-
-def _function(function: Any, result: Any, *arguments: Any) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
 
 
 def recipe() -> Recipe:

@@ -115,7 +115,10 @@ class OptaxUpdater:
 
         def found(number: int, path: Any, leaf: Any) -> Any:
             array = state.get(f"{number}.{jax.tree_util.keystr(path)}")
-            return leaf if array is None else _loaded(array, leaf)
+            if array is None:
+                return leaf
+            like = to_host(leaf)
+            return from_host(array.reshape(like.shape).astype(like.dtype), leaf)
 
         for number, own in enumerate(self._states):
             self._states[number] = jax.tree_util.tree_map_with_path(partial(found, number), own)
@@ -125,11 +128,6 @@ def _kept(leaf: Any) -> Array:
     """Return a leaf of a state in a dtype that a server can keep."""
     array = to_host(leaf)
     return array.astype(np.uint8) if array.dtype == np.bool_ else array
-
-
-def _loaded(array: Array, leaf: Any) -> Any:
-    like = to_host(leaf)
-    return from_host(array.reshape(like.shape).astype(like.dtype), leaf)
 
 
 # Rows of an embedding. Those that nobody has pushed do not change, nor does what belongs to them in

@@ -211,7 +211,9 @@ class OnServers:
             for variable, gradient in zip(trainable_variables, grads, strict=True)
         }
         gradients = [
-            _dense(by_index[index], variable)
+            keras.ops.cast(
+                keras.ops.convert_to_tensor(by_index[index], sparse=False), variable.dtype
+            )
             if index in by_index
             else keras.ops.zeros(variable.shape, variable.dtype)
             for index, variable in enumerate(link.variables)
@@ -341,10 +343,6 @@ class _Link:
 def _link_of(optimizer: Any) -> _Link:
     link: _Link = vars(optimizer)[ON_SERVERS]
     return link
-
-
-def _dense(gradient: Any, variable: Any) -> Any:
-    return keras.ops.cast(keras.ops.convert_to_tensor(gradient, sparse=False), variable.dtype)
 
 
 def _array(variable: Any) -> Array:

@@ -144,15 +144,15 @@ class TensorCall:
     @property
     def outputs(self) -> list[tf.TensorSpec]:
         """The dtypes of the outputs, and their shapes as far as they are known."""
-        outputs = [tf.TensorSpec(self._shape(tensor), tensor.dtype) for tensor in self.tensors]
+        outputs = []
+        for tensor in self.tensors:
+            shape = tensor.shape
+            if not self.in_place and shape.rank not in (None, 0):
+                shape = tf.TensorShape([None, *shape[1:]])
+            outputs.append(tf.TensorSpec(shape, tensor.dtype))
         if self.with_rows:
             outputs += [tf.TensorSpec([None], ROWS_DTYPE)] * len(self.tensors)
         return outputs
-
-    def _shape(self, tensor: tf.Tensor) -> tf.TensorShape:
-        if self.in_place or tensor.shape.rank in (None, 0):
-            return tensor.shape
-        return tf.TensorShape([None, *tensor.shape[1:]])
 
     @property
     def in_place(self) -> bool:

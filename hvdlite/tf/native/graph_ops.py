@@ -27,6 +27,7 @@ from hvdlite.common.gradients.graph_buckets import (
     BucketExecution,
     GraphBucket,
     array_at,
+    when_all_have_ended,
 )
 from hvdlite.common.runtime.current import find
 from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
@@ -185,7 +186,6 @@ class _GraphCollective(_Execution):
         self._inputs: list[Array] = []
         self._made: set[int] = set()  # The outputs that are in the memory of the graph.
         self._started: Started | None = None
-        self._open: list[int] = []  # One item for each handle that is not complete.
 
     def start(self, record: list[int], position: int, inputs: int, targets: int) -> int:
         """Enqueue it on the tensors that the record describes; return where the next one begins."""
@@ -201,10 +201,7 @@ class _GraphCollective(_Execution):
             self._end(error)
             return end
         self._started = started
-        handles = started.handles
-        self._open = [*range(len(handles))]
-        for handle in handles:
-            handle.on_end(self._one_has_ended)
+        when_all_have_ended(started.handles, lambda: self._end(started.error))
         return end
 
     def _enqueue(
@@ -235,11 +232,6 @@ class _GraphCollective(_Execution):
         address = self._library.allocate(self._pointer, number, len(shape), dims)
         self._made.add(number)
         return array_at(address, shape, self._registered.outputs[number], READ_AND_WRITE)
-
-    def _one_has_ended(self) -> None:
-        if self._open.pop() == 0:  # pop() is atomic: exactly one thread sees the last item.
-            assert self._started is not None
-            self._end(self._started.error)
 
     def _end(self, error: Exception | None) -> None:
         try:

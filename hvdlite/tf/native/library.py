@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvdlite.common.collectives.native.build import Recipe, say_that_python_runs
 from hvdlite.common.collectives.native.cache import BuildError
+from hvdlite.common.gradients.graph_buckets import GraphLibrary, declared
 from hvdlite.common.runtime.current import find
 from hvdlite.common.settings.config import Config
 from hvdlite.tf.accelerators.library import Accelerator, addresses
@@ -24,34 +25,23 @@ from hvdlite.tf.errors import GENERATED
 from hvdlite.tf.native.graph_ops import serve
 
 
-class Library:
+class Library(GraphLibrary):
     """The compiled operations, and the C functions beside them."""
 
     def __init__(self, path: str) -> None:
         operations: Any = tf.load_op_library(path)
         self.start, self.take = _named(operations.hvdlite_start), _named(operations.hvdlite_take)
-        waiting = ctypes.CDLL(path)  # Its functions are called without the GIL.
-        quick = ctypes.PyDLL(path)
+        super().__init__(path)
+        quick, pointer, number = self.quick, ctypes.c_void_p, ctypes.c_int
         integers = ctypes.POINTER(ctypes.c_int64)
-        pointer, number = ctypes.c_void_p, ctypes.c_int
-        self._next = _function(waiting.hvdlite_next, integers, integers)
-        self.serve = _function(quick.hvdlite_serve, None)
-        self.allocate = _function(
-            quick.hvdlite_allocate, pointer, pointer, number, number, integers
-        )
-        self.end = _function(quick.hvdlite_end, pointer, pointer, number, ctypes.c_char_p)
-        self.finish = _function(waiting.hvdlite_finish, None, pointer)
-        self._use_events = _function(quick.hvdlite_use_events, None, *[pointer] * 4)
+        self.allocate = declared(quick.hvdlite_allocate, pointer, pointer, number, number, integers)
+        self.end = declared(quick.hvdlite_end, pointer, pointer, number, ctypes.c_char_p)
+        self.finish = declared(self.waiting.hvdlite_finish, None, pointer)
+        self._use_events = declared(quick.hvdlite_use_events, None, *[pointer] * 4)
 
     def use(self, accelerator: Accelerator) -> None:
         """Let graphs mark with events where tensors are ready on a device."""
         self._use_events(*addresses(accelerator.cuda), accelerator.stream_of_host)
-
-    def next(self) -> list[int]:
-        """Sleep until graphs have enqueued collectives, and return the record of all of them."""
-        length = ctypes.c_int64()
-        record: list[int] = self._next(ctypes.byref(length))[: length.value]
-        return record
 
 
 def _named(operation: Any) -> Any:
@@ -59,11 +49,6 @@ def _named(operation: Any) -> Any:
     generated = inspect.unwrap(operation)
     generated.__code__ = generated.__code__.replace(co_filename=GENERATED)
     return operation
-
-
-def _function(function: Any, result: Any, *arguments: Any) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
 
 
 def recipe() -> Recipe:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients import reducer
-from hvdlite.common.gradients.background_exchange import BackgroundExchange
-from hvdlite.common.gradients.buckets import ReductionConfig, batches_of, single_and_grouped
-from hvdlite.common.gradients.segment_plan import SegmentPlan
+from hvdlite.common.gradients.buckets import ReductionConfig, batches_of
 from hvdlite.common.runtime.current import find
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.common.tensors.compression import AnyCompressor
@@ -69,22 +68,21 @@ def _slices(name: str, gradient: tf.IndexedSlices, reduction: ReductionConfig) -
     return _Part([name], calls, receive)
 
 
-def reduce_gradients(
+def _reduce(
+    reducer: Reducer,
     gradients: Sequence[Gradient],
     names: Sequence[str],
-    reduction: ReductionConfig,
-    segments: SegmentPlan,
-    groups: Sequence[Sequence[str]] = (),
-    feedback: BackgroundExchange | None = None,
+    groups: Sequence[Sequence[str]],
 ) -> list[Gradient]:
     """Reduce the gradients over all ranks; None stays None.
 
     `names` identify them across ranks. Those of one of the `groups` (of names) are reduced
-    together, as `segments` say. All reductions run at the same time: in a graph those of some MiB
+    together. All reductions run at the same time: in a graph those of some MiB
     start as soon as their inputs are computed. Raises `tf.errors.OpError` when a reduction fails,
     `NotImplementedError` for `tf.IndexedSlices` with an op other than Average and Sum, and
     `ValueError` for a gradient that is ragged or a `tf.SparseTensor`.
     """
+    reduction = reducer.reduction
     if not reduction.active:
         return list(gradients)
     wanted = {
@@ -105,17 +103,13 @@ def reduce_gradients(
 
     def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         gradients = dict(zip(whole, tensors, strict=True))
-        if feedback is None:
-            buckets = _buckets(gradients, reduction, segments, groups)
-        else:
-            buckets = _compressed_buckets(gradients, groups, feedback)
-        results.update(_run([*buckets, *slices]))
+        results.update(_run([*_buckets(reducer, gradients, groups), *slices]))
         return [results[name] for name in whole]
 
     def adjoint(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         names = [f"{name}.gradient" for name in whole]
         back = [[f"{name}.gradient" for name in group] for group in groups]
-        return reduce_gradients(upstream, names, reduction, segments, back, feedback)
+        return _reduce(reducer, upstream, names, back)
 
     # For gradients of gradients. Those of slices end here, as TensorFlow's own often do.
     recorded = _RUNNER.record(list(whole.values()), forward, adjoint) or forward([])
@@ -124,38 +118,23 @@ def reduce_gradients(
 
 
 def _buckets(
-    gradients: Mapping[str, tf.Tensor],
-    reduction: ReductionConfig,
-    segments: SegmentPlan,
-    groups: Sequence[Sequence[str]],
+    reducer: Reducer, gradients: Mapping[str, tf.Tensor], groups: Sequence[Sequence[str]]
 ) -> list[_Part]:
-    segmented = segments.strategy is not None
-    single, buckets = single_and_grouped(list(gradients), groups, segmented=segmented)
-    return [
-        _dense_bucket({name: gradients[name] for name in names}, reduction.compression, options)
-        for parts, options in (
-            (_batches(gradients, single), lambda keys: segments.options(keys[:1])),
-            (buckets, segments.options),
-        )
-        for names in parts
-    ]
-
-
-def _compressed_buckets(
-    gradients: Mapping[str, tf.Tensor],
-    groups: Sequence[Sequence[str]],
-    feedback: BackgroundExchange,
-) -> list[_Part]:
-    """Return buckets that are the same on all ranks: groups, and each other gradient alone."""
+    compression, feedback = reducer.reduction.compression, reducer.feedback
+    planned = reducer.planned(gradients, groups, partial(_batches, gradients))
+    if feedback is None:
+        return [
+            _dense_bucket({name: gradients[name] for name in names}, compression, options)
+            for names, options in planned
+        ]
     if not gradients:
         return []
-    _, buckets = single_and_grouped(list(gradients), groups, segmented=True)
     keys = {name: _name(name) for name in gradients}
     name, tensor = next(iter(gradients.items()))
     shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else ()
     first = (keys[name], shape, tensor.dtype.name)
     parts = []
-    for names in buckets:
+    for names, _ in planned:
         tensors, of_bucket = [gradients[name] for name in names], [keys[name] for name in names]
         call = CompressedCall(tensors, of_bucket, feedback, first)
         parts.append(_Part(names, [call], lambda outputs: outputs[0]))
@@ -205,10 +184,7 @@ class Reducer(reducer.Reducer):
         groups: Sequence[Sequence[str]],
     ) -> Mapping[str, Gradient]:
         """Reduce the gradients. Raises `tf.errors.OpError` when a reduction fails."""
-        reduced = reduce_gradients(
-            list(gradients.values()), list(gradients), self.reduction, self.segments, groups,
-            self.feedback,
-        )  # fmt: skip
+        reduced = _reduce(self, list(gradients.values()), list(gradients), groups)
         return dict(zip(gradients, reduced, strict=True))
 
     def describe(self, name: str, gradient: Gradient, source: Any) -> segmentation.Gradient | None:

@@ -12,8 +12,7 @@ from hvdlite.common.gradients.weights_check import VariablesCheck
 from hvdlite.tf.errors import unconverted
 from hvdlite.tf.optimizer.aggregation import Accumulator, Passes, local_variable
 from hvdlite.tf.optimizer.gradient_exchange import Gradient, Reducer, wrap
-from hvdlite.tf.variables import key_of
-from hvdlite.tf.weights import compare_variables
+from hvdlite.tf.variables import compare_variables, key_of
 
 
 class ReducedCheck:
