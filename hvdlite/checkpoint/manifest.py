@@ -187,23 +187,21 @@ def read(path: Path) -> Manifest:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
         version = content["version"]
-        found = _manifest(content, path.parent) if version == VERSION else None
+        if version == VERSION:
+            if not isinstance(content["files"], list):
+                raise ValueError(f"its files are {content['files']!r}")
+            files = tuple(path.parent / name for name in content["files"])
+            tensors = {
+                name: _record(name, entry, len(files)) for name, entry in content["tensors"].items()
+            }
+            keys = keys_of_json(content.get("keys", {}))
+            return Manifest(files, tensors, dict(content["values"]), keys)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if found is None:
-        raise ValueError(
-            f"{path} has version {version!r} of the format, and this release of hvdlite reads "
-            f"version {VERSION}: load the checkpoint by the release that saved it"
-        )
-    return found
-
-
-def _manifest(content: Mapping[str, Any], folder: Path) -> Manifest:
-    if not isinstance(content["files"], list):
-        raise ValueError(f"its files are {content['files']!r}")
-    files = tuple(folder / name for name in content["files"])
-    tensors = {name: _record(name, entry, len(files)) for name, entry in content["tensors"].items()}
-    return Manifest(files, tensors, dict(content["values"]), keys_of_json(content.get("keys", {})))
+    raise ValueError(
+        f"{path} has version {version!r} of the format, and this release of hvdlite reads "
+        f"version {VERSION}: load the checkpoint by the release that saved it"
+    )
 
 
 def keys_to_json(keys: Mapping[str, Keys]) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.manifest import Folder, Keys, Manifest, Record
 from hvdlite.checkpoint.tensors import Array, Tensors, kinds_of
 from hvdlite.checkpoint.trees import given_layouts
-from hvdlite.common.layouts.layout import Layout, whole
+from hvdlite.common.layouts.layout import whole
 from hvdlite.common.layouts.transfer import writers
 
 
@@ -90,21 +90,14 @@ def plan_of(state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors, ran
     values = {name: each for name, each in entries.items() if name not in found}
     kinds = kinds_of(found, tensors)
     given = given_layouts(layouts, kinds, tree, ranks)
-    records = {
-        name: _record(name, given.get(name), dtype, shape, ranks)
-        for name, (dtype, shape) in kinds.items()
-    }
+    records = {}
+    for name, (dtype, shape) in kinds.items():
+        layout = given.get(name) or whole(len(shape), ranks)
+        try:
+            records[name] = Record(layout, layout.full_shape(shape), dtype)
+        except ValueError as error:
+            raise ValueError(f"tensor {name!r}: {error}") from None
     return Plan(records, found, values, keys_of_entries)
-
-
-def _record(
-    name: str, layout: Layout | None, dtype: str, shape: tuple[int, ...], ranks: int
-) -> Record:
-    layout = layout or whole(len(shape), ranks)
-    try:
-        return Record(layout, layout.full_shape(shape), dtype)
-    except ValueError as error:
-        raise ValueError(f"tensor {name!r}: {error}") from None
 
 
 def finish(

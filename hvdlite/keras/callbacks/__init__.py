@@ -74,23 +74,17 @@ class MetricAverageCallback(Callback):
         """Average the logs in place."""
         if logs is None or len(self.ranks()) == 1:
             return
-        metrics = {key: np.asarray(value, np.float64) for key, value in _numbers(logs).items()}
+        metrics = {}
+        for key in sorted(logs):
+            value = logs[key].numpy() if callable(getattr(logs[key], "numpy", None)) else logs[key]
+            array = np.asarray(value)
+            if np.issubdtype(array.dtype, np.number) or array.dtype == bool:
+                metrics[key] = np.asarray(array, np.float64)
         of_ranks = allgather_object(metrics, "MetricAverageCallback", self.process_set)
         _check_same_metrics(dict(zip(self.ranks(), of_ranks, strict=True)), epoch)
         for key in metrics:
             mean = np.mean([theirs[key] for theirs in of_ranks], axis=0)
             logs[key] = float(mean) if mean.ndim == 0 else mean
-
-
-def _numbers(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers among the logs, which can be averaged, in the order of their keys."""
-    metrics = {}
-    for key in sorted(logs):
-        value = logs[key].numpy() if callable(getattr(logs[key], "numpy", None)) else logs[key]
-        array = np.asarray(value)
-        if np.issubdtype(array.dtype, np.number) or array.dtype == bool:
-            metrics[key] = array
-    return metrics
 
 
 def _check_same_metrics(of_ranks: dict[int, dict[str, Any]], epoch: int) -> None:

@@ -53,7 +53,10 @@ def shard(
     and `size` are given.
     """
     rank, size = _place(rank, size)
-    count = _count(dataset)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(f"only a tf.data.Dataset can be sharded, not {type(dataset).__name__}")
+    known = tf.get_static_value(dataset.cardinality())  # None: unknown, as it is in a graph.
+    count = int(tf.data.UNKNOWN_CARDINALITY if known is None else known)
     _check(count, remainder, size)
     if size == 1:
         return dataset
@@ -78,14 +81,6 @@ def _place(rank: int | None, size: int | None) -> tuple[int, int]:
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is not one of size={size} ranks, which count from 0")
     return rank, size
-
-
-def _count(dataset: tf.data.Dataset) -> int:
-    """How many elements; negative where that is unknown, as it is in a graph, or infinite."""
-    if not isinstance(dataset, tf.data.Dataset):
-        raise ValueError(f"only a tf.data.Dataset can be sharded, not {type(dataset).__name__}")
-    count = tf.get_static_value(dataset.cardinality())
-    return int(tf.data.UNKNOWN_CARDINALITY if count is None else count)
 
 
 def _check(count: int, remainder: str, size: int) -> None:

@@ -146,8 +146,15 @@ class _Execution(NumpyAdapter):
         return self._registered
 
     def _tell(self, error: Exception | None) -> None:
-        code, message = (0, b"") if error is None else (_code(error), str(error).encode())
-        waiting = self._library.end(self._pointer, code, message)
+        code, message = 0, b""
+        if error is not None:
+            # The code is that of the error that eager execution raises.
+            code, message = tf.errors.UNKNOWN, str(error).encode()
+            if isinstance(error, HorovodInternalError):
+                code = tf.errors.FAILED_PRECONDITION if error.job_goes_on else code
+            elif isinstance(error, ValueError):
+                code = tf.errors.INVALID_ARGUMENT
+        waiting = self._library.end(self._pointer, int(code), message)
         if waiting:
             self._library.finish(waiting)
 
@@ -284,12 +291,3 @@ class _DeviceCollective(_GraphCollective):
             if not address and math.prod(shape):
                 raise MemoryError(f"no memory of the device for a tensor of shape {list(shape)}")
             self._accelerator.give(address or 0, result, self._stream)
-
-
-def _code(error: Exception) -> int:
-    """Return the code of the error that eager execution raises."""
-    if isinstance(error, HorovodInternalError) and error.job_goes_on:
-        return int(tf.errors.FAILED_PRECONDITION)
-    if isinstance(error, HorovodInternalError):
-        return int(tf.errors.UNKNOWN)
-    return int(tf.errors.INVALID_ARGUMENT if isinstance(error, ValueError) else tf.errors.UNKNOWN)

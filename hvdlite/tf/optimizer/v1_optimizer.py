@@ -113,20 +113,17 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
         pairs = super().compute_gradients(*args, **kwargs)
         gradients = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
-        reduced = self._reduce(gradients, variables)
+        if self._aggregation is None:
+            reduced = self._reducer.reduce(gradients, variables)
+        else:
+            reduced = self._aggregation.add(
+                gradients,
+                variables,
+                lambda sums: self._reducer.reduce(sums, variables),
+                lambda sums: sums,
+            )
         self._reduced_check.note(reduced, variables)
         return list(zip(reduced, variables, strict=True))
-
-    def _reduce(self, gradients: list[Gradient], variables: list[Any]) -> list[Gradient]:
-        if self._aggregation is None:
-            return self._reducer.reduce(gradients, variables)
-        reduced: list[Gradient] = self._aggregation.add(
-            gradients,
-            variables,
-            lambda sums: self._reducer.reduce(sums, variables),
-            lambda sums: sums,
-        )
-        return reduced
 
     @unconverted
     def apply_gradients(
