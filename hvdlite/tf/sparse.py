@@ -74,20 +74,16 @@ def allreduce_mixed(
             check_slices(each, options)
     apart = [each for each in tensors if not isinstance(each, tf.IndexedSlices)]
     reduced = iter(verbs.allreduce(apart, name, compression, options))
-    return [
-        _allreduce_slices(verbs, each, None if name is None else f"{name}.slices.{index}", options)
-        if isinstance(each, tf.IndexedSlices)
-        else next(reduced)
-        for index, each in enumerate(tensors)
-    ]
-
-
-def _allreduce_slices(
-    verbs: Verbs[tf.Tensor], slices: tf.IndexedSlices, name: str | None, options: CallOptions
-) -> tf.IndexedSlices:
-    plain = options._replace(grouped=False)
-    values, indices = (
-        verbs.gather([part], name and f"{name}.{what}", plain)[0]
-        for part, what in ((slices.values, "values"), (slices.indices, "indices"))
-    )
-    return tf.IndexedSlices(averaged(values, options), indices, slices.dense_shape)
+    alone = options._replace(grouped=False)
+    results: list[Any] = []
+    for index, each in enumerate(tensors):
+        if not isinstance(each, tf.IndexedSlices):
+            results.append(next(reduced))
+            continue
+        parts: list[tf.Tensor] = []
+        for part, what in ((each.values, "values"), (each.indices, "indices")):
+            part_name = None if name is None else f"{name}.slices.{index}.{what}"
+            parts += verbs.gather([part], part_name, alone)
+        values, indices = parts
+        results.append(tf.IndexedSlices(averaged(values, options), indices, each.dense_shape))
+    return results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -182,12 +181,6 @@ def accelerator_of(runtime: Runtime | None) -> Accelerator | None:
         return None
     library = runtime.engine.devices.library_of(KIND)
     return library.accelerator if isinstance(library, TensorFlowLibrary) else None
-
-
-def addresses(cuda: CudaRuntime) -> list[int]:
-    """Return the addresses of what the compiled operations need of the CUDA runtime."""
-    names = ("cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventDestroy")
-    return [ctypes.cast(cuda.function(name), ctypes.c_void_p).value or 0 for name in names]
 
 
 # -- which calls take the way of a GPU: those whose tensors are all on one that a library reduces

@@ -20,7 +20,7 @@ from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.gradients.graph_buckets import GraphLibrary, declared
 from hvdlite.common.runtime.current import find
 from hvdlite.common.settings.config import Config
-from hvdlite.tf.accelerators.library import Accelerator, addresses
+from hvdlite.tf.accelerators.library import Accelerator
 from hvdlite.tf.errors import GENERATED
 from hvdlite.tf.native.graph_ops import serve
 
@@ -41,7 +41,12 @@ class Library(GraphLibrary):
 
     def use(self, accelerator: Accelerator) -> None:
         """Let graphs mark with events where tensors are ready on a device."""
-        self._use_events(*addresses(accelerator.cuda), accelerator.stream_of_host)
+        functions = map(
+            accelerator.cuda.function,
+            ("cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventDestroy"),
+        )
+        addresses = [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions]
+        self._use_events(*addresses, accelerator.stream_of_host)
 
 
 def _named(operation: Any) -> Any:
