@@ -171,22 +171,20 @@ class _Worker:
                 if not thread.is_alive():
                     workers.pop(thread, None)
             workers[self.thread] = weakref.ref(self)
-            self._load(iterate(), size)
+            free = size
+            for batch in iterate():
+                self._line.put(batch)
+                del batch  # the loop may be done with it before the next one is there
+                free -= 1
+                if not free:
+                    self._taken.get()
+                    free += 1
+                if self._stopped:
+                    break
         except BaseException as error:  # also SystemExit: the loop would wait forever
             self._line.put(_End(error))
         else:
             self._line.put(_End())
-
-    def _load(self, batches: Iterable[Any], free: int) -> None:
-        for batch in batches:
-            self._line.put(batch)
-            del batch  # the loop may be done with it before the next one is there
-            free -= 1
-            if not free:
-                self._taken.get()
-                free += 1
-            if self._stopped:
-                return
 
 
 _Source = Callable[[], Iterable[Any]]
