@@ -160,12 +160,18 @@ def own_binding() -> Found:
     return Found(bool(cuda.device_count()), f"{text}, with HVDLITE_DEVICES=nccl")
 
 
-TRIALS = (shared_memory, tensorflow_operations, torch_devices, tensorflow_devices, own_binding)
+TRIALS = {
+    trial.__name__: trial
+    for trial in (
+        shared_memory, tensorflow_operations, jax_programs,
+        torch_devices, tensorflow_devices, own_binding,
+    )
+}  # fmt: skip
 
 
 def main(name: str) -> int:
     """Print a line; return the exit status."""
-    works, text = next(trial for trial in TRIALS if trial.__name__ == name)()
+    works, text = TRIALS[name]()
     print(text)
     return 0 if works else 1
 

@@ -16,6 +16,7 @@ import pytest
 from hvdlite.common.collectives.native import library as native_library
 from hvdlite.common.collectives.native.compiler import find_compiler
 from hvdlite.launcher import check_build
+from hvdlite.tools import trials
 from tests.compilers import Compiler, quick_compiler
 from tests.launcher.jobs import MARK, launch, processes
 from tests.parallel.jobs import clean_environment
@@ -74,6 +75,11 @@ def test_without_mpi_it_says_what_works_and_what_does_not(
     (tmp_path / "ssh").chmod(0o700)
     listed = lines(check_build.report({"PATH": str(tmp_path)}))
     assert listed[f"agents on other hosts by ssh ({tmp_path}/ssh)"]
+
+
+def test_each_path_has_its_trial() -> None:
+    paths = (*check_build.COMPILED_PATHS, *check_build.DEVICE_PATHS)
+    assert {path.trial for path in paths} == {f"{trials.__name__} {name}" for name in trials.TRIALS}
 
 
 @needs_compiler

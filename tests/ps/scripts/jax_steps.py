@@ -70,6 +70,7 @@ def main(folder: Path) -> None:
         ps.save(folder / "saved")
     ps.barrier()
     lost = optimizer.step(jax.tree_util.tree_map(jnp.ones_like, params))
+    ps.barrier()  # What a worker pulls after another one's load is no more what it lost.
     ps.load(folder / "saved")
     again = optimizer.pull()
     pairs = zip(*map(jax.tree_util.tree_leaves, (params, again, lost)), strict=True)
