@@ -72,7 +72,8 @@ def sparse_allreduce_async(
     coalesced only if it is an average of integers. Two collectives run, ``<name>.indices`` and
     ``<name>.values``.
 
-    Raises `ValueError` for a tensor of another layout, and for another op.
+    Raises `ValueError` for a tensor of another layout, and for another op; the function raises
+    `HorovodInternalError` where shapes or ops of ranks differ.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         layout = getattr(tensor, "layout", type(tensor).__name__)
@@ -81,8 +82,11 @@ def sparse_allreduce_async(
         raise ValueError(f"sparse_allreduce '{name}': op is Sum or Average, not {op!r}")
     detached = tensor.detach()
     parts = {"indices": detached._indices().t(), "values": detached._values()}
+    # Else indices of a larger tensor would be written behind a smaller one.
+    alike = f"a sparse tensor {[*tensor.shape]}, {ReduceOp(op).name.capitalize()}"
+    options = CallOptions(process_set, settings=alike)
     operations = [
-        runner.start("allgather", [part], f"{name}.{part_name}", CallOptions(process_set))
+        runner.start("allgather", [part], f"{name}.{part_name}", options)
         for part_name, part in parts.items()
     ]
 

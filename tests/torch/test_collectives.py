@@ -257,6 +257,21 @@ def test_sparse_allreduce(op: str, dtype: torch.dtype) -> None:
     run_ranks(3, main)
 
 
+@pytest.mark.parametrize("what", ["shape", "op"])
+def test_sparse_tensors_that_are_not_alike_are_refused(what: str) -> None:
+    """As where each rank has made a vocabulary of its own."""
+
+    def main(rank: int) -> None:
+        rows = 40 if what == "shape" and rank else 10
+        op = hvd.Average if what == "op" and rank else hvd.Sum
+        index, row = [[rows - 1]], torch.ones(1, 3)
+        table = torch.sparse_coo_tensor(index, row, (rows, 3), check_invariants=True)
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0 has a sparse tensor \[10, 3\]"):
+            hvd.sparse_allreduce_async(table, "table", op)()
+
+    run_ranks(2, main)
+
+
 def test_in_place_on_tensors_that_are_not_contiguous() -> None:
     def main(rank: int) -> None:
         base = torch.zeros(4, 6)
