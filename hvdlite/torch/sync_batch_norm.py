@@ -68,8 +68,10 @@ class SyncBatchNorm(_BatchNorm):
             if factor is None:
                 factor = 1 / float(self.num_batches_tracked)
         if factor is not None:
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-            self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), factor)
+            # A variance may be more than a 16-bit value can be, and its share of it less.
+            for running, new in (self.running_mean, mean), (self.running_var, unbiased_variance):
+                wide = _wide(running)
+                running.copy_(wide.lerp(new.to(wide.dtype), factor))
 
 
 class _SyncBatchNorm(torch.autograd.Function):
@@ -85,10 +87,11 @@ class _SyncBatchNorm(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, variance, count = _whole_batch(input, process_set)
-        narrow = input.dtype if weight is None else weight.dtype
-        output = torch.nn.functional.batch_norm(
-            input, mean.to(narrow), variance.to(narrow), weight, bias, eps=eps
+        dtype = _wide(input).dtype if weight is None else _wide(weight).dtype
+        mean_variance_weight_bias = (
+            None if each is None else each.to(dtype) for each in (mean, variance, weight, bias)
         )
+        output = torch.nn.functional.batch_norm(input, *mean_variance_weight_bias, eps=eps)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
         ctx.process_set, ctx.count = process_set, count
         unbiased_variance = variance * count / (count - 1)
@@ -146,7 +149,7 @@ def _whole_batch(input: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor
     if total < 2:
         raise ValueError(
             "Expected more than 1 value per channel when training, got input size "
-            f"{tuple(input.shape)} and nothing from the other ranks"
+            f"{tuple(input.shape)}, and {int(total)} per channel from all ranks together"
         )
     mean = (means * counts).sum(0) / total
     squares = ((variances + (means - mean).square()) * counts).sum(0)

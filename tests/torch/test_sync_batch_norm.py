@@ -111,12 +111,31 @@ def test_a_process_set_is_one_batch() -> None:
     run_ranks(3, main)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_variance_that_is_no_half(affine: bool) -> None:
+    """float16 ends at 65,504, and a standard deviation of 400 has a variance of 160,000."""
+    batch = 400 * torch.randn(6, CHANNELS, generator=torch.Generator().manual_seed(1))
+    plain = nn.BatchNorm1d(CHANNELS, affine=affine).half()
+    expected = plain(batch.half())
+    again = copy.deepcopy(plain).eval()(batch.half())
+
+    def main(rank: int) -> None:
+        norm = hvd.SyncBatchNorm(CHANNELS, affine=affine).half()
+        part = slice(3 * rank, 3 * rank + 3)
+        torch.testing.assert_close(norm(batch[part].half()), expected[part], rtol=0, atol=2e-3)
+        torch.testing.assert_close(norm.running_var, plain.running_var, rtol=2e-3, atol=0)
+        torch.testing.assert_close(norm.eval()(batch[part].half()), again[part], rtol=0, atol=4e-3)
+
+    run_ranks(2, main)
+
+
 def test_misuse() -> None:
     def main(rank: int) -> None:
         norm = hvd.SyncBatchNorm(CHANNELS)
         with pytest.raises(ValueError, match="at least 2D input"):
             norm(torch.ones(CHANNELS))
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
+        message = "more than 1 value per channel.*, and 1 per channel from all ranks together"
+        with pytest.raises(ValueError, match=message):
             norm(torch.ones(1 - rank, CHANNELS))
 
     run_ranks(2, main)
