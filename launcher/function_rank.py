@@ -55,12 +55,22 @@ def dump_call(call: tuple[Any, ...]) -> bytes:
 def read_answers(directory: str, ranks: Iterable[int]) -> dict[int, Any]:
     """Return each rank's result, or `Raised`; ranks that gave no answer are left out.
 
-    The ranks of an elastic job are workers by number here.
+    The ranks of an elastic job are workers by number here. Raises `HorovodInternalError` for a
+    result that does not load in this process.
     """
-    paths = {rank: _answer_path(directory, rank) for rank in ranks}
-    return {
-        rank: pickle.loads(path.read_bytes()) for rank, path in paths.items() if path.exists()
-    }  # fmt: skip
+    answers = {}
+    for rank in ranks:
+        path = _answer_path(directory, rank)
+        if path.exists():
+            try:
+                answers[rank] = pickle.loads(path.read_bytes())
+            except Exception as error:
+                raise HorovodInternalError(
+                    f"the result of rank {rank} cannot be loaded here ({type(error).__name__}: "
+                    f"{error}): return what pickle can load in the process that called run()",
+                    rank,
+                ) from error
+    return answers
 
 
 def read_failures(directory: str) -> dict[int, Raised]:

@@ -83,6 +83,12 @@ def test_a_result_that_cannot_be_pickled_is_an_exception_of_its_rank() -> None:
         hvdlite.run(threading.Lock)
 
 
+def test_a_result_that_cannot_be_loaded_is_told() -> None:
+    with pytest.raises(HorovodInternalError, match=r"result of rank 1.*OddError.*return") as caught:
+        hvdlite.run(lambda: OddError(3, text="odd") if rank() else None, np=2)
+    assert caught.value.rank == 1
+
+
 def test_a_killed_rank_is_named() -> None:
     def die() -> None:
         if rank() == 1:
