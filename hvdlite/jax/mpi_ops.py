@@ -76,9 +76,11 @@ class JaxRunner(EngineRunner[Any]):
         if not tensors:
             return CollectiveResult([], [])
         back, self._recording.adjoint = self._recording.adjoint, None
-        if options.splits is not None and len({*options.splits}) == 1:  # As without any.
-            parts = len(options.splits) * int(options.splits[0])
-            options = options._replace(splits=None) if parts == tensors[0].shape[0] else options
+        splits: list[Any] = [] if options.splits is None else [*options.splits]
+        if splits and not any(isinstance(each, jax.core.Tracer) for each in splits):
+            rows = [*map(int, splits)]
+            if rows == rows[:1] * len(rows) and sum(rows) == tensors[0].shape[0]:
+                options = options._replace(splits=None)  # As without any.
         (results,) = exchange([(Call(collective, options, name), tensors)], back)
         if not SPECS[collective].varying_rows:
             return CollectiveResult(results, [() for _ in results])

@@ -146,6 +146,10 @@ WRONG: dict[str, tuple[Callable[[int], Any], str, str]] = {
         lambda rank: jax.jit(lambda x: hvd.alltoall(x, [1, 3, 0]))(ROW),
         "ValueError", "a compiled program cannot have splits",
     ),
+    "traced splits": (
+        lambda rank: jax.jit(hvd.alltoall)(ROW, jnp.array([1, 3, 0])),
+        "ValueError", "a compiled program cannot have splits",
+    ),
     "gpu": (
         lambda rank: jax.jit(hvd.allreduce).trace(ROW).lower(lowering_platforms=("cuda",)),
         "NotImplementedError", "allreduce: programs for cuda cannot have collectives",
