@@ -60,11 +60,14 @@ def report(environ: Mapping[str, str]) -> str:
 
     installed = packages_distributions()
     mpis = list(find_all(environ))
-    no_mpi = _reason_against_mpi(mpis, installed)
+    no_mpi = "" if mpis else "there is no mpirun"  # Why ranks cannot communicate over MPI.
+    if "mpi4py" not in installed:
+        no_mpi = "mpi4py is not installed"
+    mpi = f"MPI: {no_mpi}" if no_mpi else f"MPI (mpi4py {version('mpi4py')})"
     sections = {
         "Frameworks": [_package(name, package, installed) for name, package in FRAMEWORKS],
         "Launchers": list(_launchers(environ, mpis)),
-        "Transports": [_mark(True, "TCP"), _mpi(no_mpi)],
+        "Transports": [_mark(True, "TCP"), _mark(not no_mpi, mpi)],
         "Data planes": [
             _mark(_works(plane, no_mpi), plane) for plane in DATA_PLANES if plane != "auto"
         ],
@@ -97,19 +100,6 @@ def _launchers(environ: Mapping[str, str], mpis: Sequence[Mpi]) -> Iterator[str]
         yield _mark(True, f"{mpi.name} ({mpi.program}){used}")
     if not mpis:
         yield _mark(False, f"mpirun, which most jobs do not need ({INSTALL_OPENMPI})")
-
-
-def _mpi(no_mpi: str) -> str:
-    if no_mpi:
-        return _mark(False, f"MPI: {no_mpi}")
-    return _mark(True, f"MPI (mpi4py {version('mpi4py')})")
-
-
-def _reason_against_mpi(mpis: Sequence[Mpi], installed: Mapping[str, list[str]]) -> str:
-    """Return why ranks cannot communicate over MPI, or ""."""
-    if "mpi4py" not in installed:
-        return "mpi4py is not installed"
-    return "" if mpis else "there is no mpirun"
 
 
 def _works(plane: str, no_mpi: str) -> bool:

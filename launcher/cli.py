@@ -37,15 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _check_directory() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError(
-            "the working directory has been deleted: change into one that exists"
-        ) from None
-
-
 def _main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
     if args.version:
@@ -58,7 +49,12 @@ def _main(argv: Sequence[str]) -> int:
 
         print(report(os.environ))
         return 0
-    _check_directory()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory has been deleted: change into one that exists"
+        ) from None
     options = resolve(args, os.environ)
     for note in options.notes:
         say(f"warning: {note}")

@@ -128,28 +128,17 @@ def _call(directory: str) -> Any:
         )
     with Path(directory, CALL).open("rb") as file:
         version, paths = pickle.load(file)
-        check_version(version)
+        # The bytecode in a pickled function is that of one minor version; another crashes on it.
+        theirs, ours = ("{}.{}".format(*each) for each in (version, sys.version_info))
+        if theirs != ours:
+            raise RuntimeError(
+                f"host {socket.gethostname()} runs Python {ours} ({sys.executable}), and the "
+                f"function comes from Python {theirs}: a function can be sent only to the same "
+                "minor version, so install one for all ranks"
+            )
         sys.path += [path for path in paths if path not in sys.path]
         function, args, kwargs = pickle.load(file)
     return function(*args, **kwargs)
-
-
-def check_version(theirs: tuple[int, int]) -> None:
-    """Raise `RuntimeError` where a function of the Python version `theirs` cannot run here.
-
-    The bytecode in a pickled function is that of one minor version; another one crashes on it.
-    """
-    ours = tuple(sys.version_info[:2])
-    if ours != tuple(theirs):
-        raise RuntimeError(
-            f"host {socket.gethostname()} runs Python {_dotted(ours)} ({sys.executable}), and the "
-            f"function comes from Python {_dotted(theirs)}: a function can be sent only to the "
-            "same minor version, so install one for all ranks"
-        )
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 def dump_error(error: Exception, rank: int = -1) -> bytes:
