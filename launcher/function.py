@@ -163,8 +163,10 @@ def _run(options: LaunchOptions, environ: Mapping[str, str], call: tuple[Any, ..
             answers = _elastic_answers(directory, options.elastic.min_np, outcome)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    if outcome.signal is not None:
-        _act_on(outcome.signal)
+    if outcome.signal == signal.SIGPIPE:
+        raise BrokenPipeError("nobody reads the output of the ranks")
+    if outcome.signal is not None:  # Ctrl-C raises KeyboardInterrupt here, for example.
+        signal.raise_signal(outcome.signal)
     if options.elastic is not None:
         options = replace(options, num_proc=min(options.elastic.min_np, len(outcome.results)))
         if options.as_horovod and lines.EXIT_CODE in outcome.sentence:
@@ -183,22 +185,17 @@ def _elastic_answers(directory: str, min_np: int, outcome: JobOutcome) -> dict[i
     What a worker has raised does not count where the job went on without it.
     """
     if outcome.code:
-        return _failures_of(read_failures(directory), outcome.sentence)
+        return failures_of(read_failures(directory), outcome.sentence)
     counted = outcome.results[:min_np]
     answers = read_answers(directory, counted)
     return {rank: answers[number] for rank, number in enumerate(counted) if number in answers}
 
 
-def _failures_of(raised: Mapping[int, Raised], sentence: str) -> dict[int, Raised]:
+def failures_of(raised: Mapping[int, Raised], sentence: str) -> dict[int, Raised]:
     """Return what was raised by those of whom the sentence tells that ended an elastic job."""
     return {
         number: each for number, each in raised.items() if type(each.error).__name__ in sentence
     }  # fmt: skip
-
-
-def raise_failure(raised: Mapping[int, Raised], sentence: str) -> None:
-    """Raise the exception that ended an elastic job as `sentence` says, if it was one."""
-    raise_first(_failures_of(raised, sentence))
 
 
 def _raise_as_horovod(answers: Mapping[int, Any], sentence: str) -> None:
@@ -209,13 +206,6 @@ def _raise_as_horovod(answers: Mapping[int, Any], sentence: str) -> None:
     except Exception as cause:
         raise error from cause
     raise error
-
-
-def _act_on(number: int) -> None:
-    """Do what the signal would have done here: Ctrl-C raises KeyboardInterrupt, for example."""
-    if number == signal.SIGPIPE:
-        raise BrokenPipeError("nobody reads the output of the ranks")
-    signal.raise_signal(number)
 
 
 def raise_first(answers: Mapping[int, Any]) -> None:

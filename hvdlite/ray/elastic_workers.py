@@ -173,11 +173,11 @@ class ElasticRayJob(DirectJob):
             except Exception as error:
                 last = None
                 text = f"{type(error).__name__}: {error}"
-                self.post(partial(self._tell, self.driver.discovery_failed, text))
+                self.loop.post(partial(self._tell, self.driver.discovery_failed, text))
             else:
                 if list(found.items()) != last:
                     last = list(found.items())
-                    self.post(partial(self._tell, self.driver.discovered, found))
+                    self.loop.post(partial(self._tell, self.driver.discovered, found))
             self.over.wait(DISCOVERY_SECONDS)
 
     def _tell(self, event: Callable[[Any, float], None], value: Any) -> None:
@@ -188,7 +188,10 @@ class ElasticRayJob(DirectJob):
     def start_process(self, worker: StartWorker, variables: dict[str, str]) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        number, node = worker.number, self._node(worker.host)
+        number = worker.number
+        if worker.host not in self._nodes.nodes:
+            self._nodes.look()
+        node = self._nodes.nodes.get(worker.host)
         if node is None:
             self.ended(number, 1, f"no alive node of Ray has the address {worker.host}")
             return
@@ -202,13 +205,8 @@ class ElasticRayJob(DirectJob):
             self._queue,
         )
         answer.future().add_done_callback(
-            lambda future: self.post(lambda: self._take_answer(number, future))
+            lambda future: self.loop.post(lambda: self._take_answer(number, future))
         )
-
-    def _node(self, host: str) -> Any:
-        if host not in self._nodes.nodes:
-            self._nodes.look()
-        return self._nodes.nodes.get(host)
 
     def _take_answer(self, number: int, future: Any) -> None:
         import ray

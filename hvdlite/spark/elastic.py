@@ -92,14 +92,14 @@ class _SparkJob(DirectJob):
         if self._over:  # Spark has tried a task again meanwhile, which ends now.
             connection.close()
             return
-        self.post(lambda: self._add(connection, name))
+        self.loop.post(lambda: self._add(connection, name))
 
     def _add(self, connection: socket.socket, name: str) -> None:
         if self._over:
             connection.close()
             return
         self._tasks[name] = open_channel(
-            connection, self.loop, partial(self._received, name), partial(self._lost, name)
+            connection, self.loop, self._received, partial(self._lost, name)
         )
         self.tasks_seen += 1
         self._show_hosts()
@@ -115,7 +115,7 @@ class _SparkJob(DirectJob):
         if self._tasks:  # An answer without any host would be taken for one that has failed.
             self._show_hosts()
 
-    def _received(self, _name: str, kind: str, fields: list[Any]) -> None:
+    def _received(self, kind: str, fields: list[Any]) -> None:
         number = fields[0]
         if kind == "part":
             self._answers.setdefault(number, bytearray()).extend(fields[1])

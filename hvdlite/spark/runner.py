@@ -181,29 +181,26 @@ class _Job:
 
     def run(self, limit_seconds: float) -> list[Answer]:
         """Return the answers of all ranks; raises as `hvdlite.spark.run`."""
+        start_by, started = time.monotonic() + limit_seconds, False
         try:
-            self._watch(time.monotonic() + limit_seconds, limit_seconds)
+            while self._stage.runs(LOOK_SECONDS) and not self._failures.value:
+                started = started or self._all_started()
+                if not started and time.monotonic() > start_by:
+                    when = f"in {limit_seconds:g} s (start_timeout)"
+                    raise TimeoutError(no_room(self._context, self._size, when))
+            if self._failures.value:
+                self._raise_failure()
+            if self._stage.error is not None:
+                self._raise_error(self._stage.error)
         finally:
             self._stage.end()
         return self._stage.answers
-
-    def _watch(self, start_by: float, limit_seconds: float) -> None:
-        """Return when all ranks have a result; raises what has gone wrong."""
-        started = False
-        while self._stage.runs(LOOK_SECONDS) and not self._failures.value:
-            started = started or self._all_started()
-            if not started and time.monotonic() > start_by:
-                raise TimeoutError(self._no_room(f"in {limit_seconds:g} s (start_timeout)"))
-        if self._failures.value:
-            self._raise_failure()
-        if self._stage.error is not None:
-            self._raise_error(self._stage.error)
 
     def _raise_error(self, error: Exception) -> None:
         """Raise what Spark has raised, in words where it is well known."""
         text = str(error)
         if "BarrierJobSlotsNumberCheckFailed" in text:
-            raise TimeoutError(self._no_room("so far")) from error
+            raise TimeoutError(no_room(self._context, self._size, "so far")) from error
         if reason := python_error(text):
             raise HorovodInternalError(f"a task could not start its rank: {reason}") from error
         lost = [line for line in text.splitlines() if LOST_TASK.search(line)]
@@ -221,9 +218,6 @@ class _Job:
         if first.pickled is None:
             raise HorovodInternalError(str(first), first.rank)
         raise_first({first.rank: read_answer(first)})
-
-    def _no_room(self, when: str) -> str:
-        return no_room(self._context, self._size, when)
 
     def _all_started(self) -> bool:
         tracker = self._context.statusTracker()

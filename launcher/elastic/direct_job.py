@@ -1,6 +1,6 @@
 """An elastic job whose workers connect with this process itself: no agent of ours starts them.
 
-One thread runs the job. What other threads have to say comes by `post`.
+One thread runs the job. What other threads have to say comes by the `post` of its loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdlite.launcher.command_line.job_kinds import check_cooldown
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan, Finish, StartWorker
 from hvdlite.launcher.decisions.endings import signal_name
 from hvdlite.launcher.elastic.driver_loop import DriverLoop, worker_variables
-from hvdlite.launcher.function import raise_failure
+from hvdlite.launcher.function import failures_of, raise_first
 from hvdlite.launcher.function_rank import Raised
 from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.launcher.processes.event_loop import EventLoop
@@ -87,7 +87,7 @@ class DirectJob(DriverLoop):
         self._address = str(Address(host, listener.getsockname()[1]))
         self._server = WorkerServer(
             self.loop, listener, self.secret.encode(), self._said, self._closed,
-            expects=self._expects,
+            expects=lambda number: number in self.hosts,
         )  # fmt: skip
 
     # -- for those who start workers
@@ -106,10 +106,6 @@ class DirectJob(DriverLoop):
 
     def say(self, line: str) -> None:
         print(f"hvdlite: {line}", file=sys.stderr, flush=True)
-
-    def post(self, call: Callable[[], object]) -> None:
-        """Have `call` called in the thread of the job; any thread may do so."""
-        self.loop.post(call)
 
     def ended(self, number: int, code: int, cause: str | None, by_signal: bool = False) -> None:
         """Note the end of a worker; see `Driver.worker_ended`."""
@@ -169,9 +165,6 @@ class DirectJob(DriverLoop):
 
     # -- what workers say
 
-    def _expects(self, number: int) -> bool:
-        return number in self.hosts
-
     def _said(self, number: int, message: list[Any]) -> None:
         self._start_by.pop(number, None)
         self.driver.worker_said(number, message, self.now())
@@ -217,7 +210,7 @@ class DirectJob(DriverLoop):
 
     def stop(self, code: int, sentence: str) -> None:
         """End the job from outside; any thread may call this."""
-        self.post(lambda: self.driver.stop(code, sentence, self.now()))
+        self.loop.post(lambda: self.driver.stop(code, sentence, self.now()))
 
     def _let_workers_end(self) -> None:
         deadline = self.now() + GRACE_SECONDS
@@ -243,6 +236,6 @@ class DirectJob(DriverLoop):
         """
         if finish.code:
             by_rank = {self._start_ranks[number]: each for number, each in self.raised.items()}
-            raise_failure(by_rank, finish.sentence)
+            raise_first(failures_of(by_rank, finish.sentence))
             raise HorovodInternalError(finish.sentence)
         return [self.results.get(number) for number in finish.results]

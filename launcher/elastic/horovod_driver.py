@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.meeting.placement import places
 from hvdlite.common.membership import frames
 from hvdlite.common.settings.config import Config
@@ -74,11 +73,14 @@ class ElasticDriver:
         verbose: int = 0,
     ) -> None:
         self._rendezvous = rendezvous
+        if timeout is None:  # The setting of this process, or what tools may have set here.
+            config = Config.from_environ()
+            given = "elastic_timeout_seconds" in config.given
+            timeout = config.elastic_timeout_seconds if given else ELASTIC_TIMEOUT_SECS
         self._plan = ElasticPlan(
             num_proc=min_num_proc, min_np=min_num_proc, max_np=max_num_proc,
             reset_limit=reset_limit, cooldown=cooldown_range,
-            elastic_timeout=_elastic_timeout() if timeout is None else timeout,
-            admit=WAIT, failures_by_host=True,
+            elastic_timeout=timeout, admit=WAIT, failures_by_host=True,
         )  # fmt: skip
         self._host_manager = HostManager(discovery, cooldown_range)
         # Guards all that follows, and tells of changes. Reentrant: a thread that starts a worker
@@ -257,9 +259,6 @@ class ElasticDriver:
                 self.stop(f"the first discovery of hosts failed: {error}")
             return
         self._timestamp += 1
-        self._take_hosts(kind)
-
-    def _take_hosts(self, kind: HostUpdateResult) -> None:
         with self._changed:
             if self._driver is not None and kind:
                 self._driver.discovered(self._host_manager.found, time.monotonic())
@@ -372,13 +371,6 @@ class RendezvousHandler:
 def create_rendezvous_handler(driver: ElasticDriver) -> RendezvousHandler:
     """Return what answers the workers of a driver."""
     return RendezvousHandler(driver)
-
-
-def _elastic_timeout() -> float:
-    """Return the setting of this process, or else what tools may have set in this module."""
-    config = Config.from_environ()
-    given = "elastic_timeout_seconds" in config.given
-    return config.elastic_timeout_seconds if given else ELASTIC_TIMEOUT_SECS
 
 
 def _missing(hosts: DiscoveredHosts, slots: int, host_count: int) -> str:

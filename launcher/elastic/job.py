@@ -6,7 +6,6 @@ the driver has something to decide.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
@@ -25,6 +24,7 @@ from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.jobs.outcome import JobOutcome, signal_outcome
 from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.processes.signals import signal_group
 
 # Workers that wait for a world have been told of the end; whoever trains on is not needed any more.
 AFTER_FINISH: Plan = ((0.5, endings.TERMINATE), (2.5, endings.KILL), (1.0, endings.ABANDON))
@@ -33,15 +33,6 @@ POLL_SECONDS = 0.02  # Between two looks whether their processes have ended.
 EVERY_SECONDS = 1.0  # From the start of a run of the script to that of the next one.
 LONGEST_SECONDS = 10.0  # A run that takes longer is killed.
 MOST_BYTES = 1 << 20  # Of the output that is kept.
-Found = Callable[[dict[str, int]], None]
-Failed = Callable[[str], None]
-
-
-def fixed_hosts(options: LaunchOptions) -> dict[str, int]:
-    """Return the slots of the hosts that the user has named, or of this one."""
-    if not options.hosts:
-        return {socket.gethostname(): options.num_proc}
-    return {host.name: host.slots for host in options.hosts}
 
 
 class ElasticJob(Job):
@@ -65,8 +56,10 @@ class ElasticJob(Job):
                 launcher_environ, self.loop, self._discovered,
                 lambda text: self.driver.discovery_failed(text, self.loop.now()),
             )  # fmt: skip
+        elif options.hosts:
+            self._hosts = {host.name: host.slots for host in options.hosts}
         else:
-            self._hosts = fixed_hosts(options)
+            self._hosts = {socket.gethostname(): options.num_proc}
 
     def start(self) -> None:
         self.driver.tick(self.loop.now())
@@ -155,7 +148,8 @@ class DiscoveryScript:
 
     def __init__(
         self, script: str, default_slots: int, environ: Mapping[str, str], loop: EventLoop,
-        found: Found, failed: Failed, longest_seconds: float = LONGEST_SECONDS,
+        found: Callable[[dict[str, int]], None], failed: Callable[[str], None],
+        longest_seconds: float = LONGEST_SECONDS,
     ) -> None:  # fmt: skip
         self._script, self._default_slots = script, default_slots
         self._environ, self._loop = environ, loop
@@ -183,18 +177,17 @@ class DiscoveryScript:
             return
         self._next_at = now + EVERY_SECONDS
         self._kill_at = now + self._longest_seconds
+        line = self._script
+        if os.path.isfile(line):  # A path may lack the ``./``, and have spaces.
+            line = shlex.quote(os.path.abspath(line))
         try:
-            self._run = _Run(self._command(), self._environ, self._loop, self._conclude)
+            self._run = _Run(line, self._environ, self._loop, self._conclude)
         except OSError as error:
             self._failed(f"the discovery script {self._script} cannot be run: {error.strerror}")
 
-    def _command(self) -> str:
-        """Return the line for the shell: a path may lack the ``./``, and have spaces."""
-        is_file = os.path.isfile(self._script)
-        return shlex.quote(os.path.abspath(self._script)) if is_file else self._script
-
     def _conclude(self, run: _Run) -> None:
-        code, out, err = run.result()
+        err = run.said()  # It reads what is left of the output, too.
+        code, out = run.code, run.found.decode(errors="replace")
         run.close()
         self._run = None
         if code:
@@ -223,7 +216,7 @@ class _Run(LeadingProcess):
         self, command: str, environ: Mapping[str, str], loop: EventLoop,
         ended: Callable[[_Run], None],
     ) -> None:  # fmt: skip
-        self._found = b""
+        self.found = b""  # Its output.
         shell = ["/bin/sh", "-c", command]
         super().__init__(shell, environ, loop, signal.SIGKILL, folder=None, printed=self._add)
         self.close_input()
@@ -231,17 +224,11 @@ class _Run(LeadingProcess):
         loop.listen(self._end_fd, lambda _fd: ended(self))
 
     def _add(self, data: bytes) -> None:
-        self._found = (self._found + data)[:MOST_BYTES]
-
-    def result(self) -> tuple[int | None, str, str]:
-        """Return how the script has ended, as `Child.code`, its output and its errors."""
-        said = self.said()
-        return self.code, self._found.decode(errors="replace"), said
+        self.found = (self.found + data)[:MOST_BYTES]
 
     def close(self) -> None:
         """Kill the script and its children, and close what belongs to it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        signal_group(self.pid, signal.SIGKILL)
         super().close()
         self._loop.forget(self._end_fd)
         os.close(self._end_fd)

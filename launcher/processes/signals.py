@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import socket
 import sys
@@ -87,6 +88,12 @@ def interrupt_waits() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def signal_group(group: int, number: int) -> None:
+    """Signal a process group; one that has ended does no harm."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
 
 
 def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
