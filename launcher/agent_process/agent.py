@@ -75,7 +75,8 @@ class Agent:
         )
         self._handlers: dict[str, Callable[..., None]] = {
             "job": self._job, "part": self._part, "start": self._start, "signal": self._signal,
-            "order": self._order, "count": self._count,
+            "order": lambda number, line: rank_orders.give(self.folder.path, number, line),
+            "count": lambda: rank_orders.count(self.folder.path),
         }  # fmt: skip
         self._ranks: dict[int, RankProcess] = {}
         self._number_of: dict[int, int] = {}  # Rank -> the process that is that rank now.
@@ -115,7 +116,10 @@ class Agent:
     def begin(self) -> None:
         """Say hello."""
         self.channel.send_raw(PROLOGUE)
-        self.channel.send("hello", self._describe())
+        self.channel.send("hello", {
+            "channel": VERSION, "python": list(sys.version_info[:3]), "executable": sys.executable,
+            "pid": os.getpid(), "host": socket.gethostname(), "folder": self.folder.path,
+        })  # fmt: skip
 
     def goes_on(self) -> bool:
         """Return whether the launcher may still say something, or a rank runs."""
@@ -126,7 +130,12 @@ class Agent:
         while (number := self._signals.take()) is not None:
             self._leave(number)
         self._reap()
-        self._pace()
+        # The ranks wait while the launcher does not keep up with their output.
+        much = self.channel.queued_bytes >= MUCH_BYTES
+        if much != self._paused:
+            self._paused = much
+            for rank in self._ranks.values():
+                (rank.pause if much else rank.resume)()
         now = system.now()
         self._look(now)
         limit = self._silence_seconds
@@ -150,12 +159,6 @@ class Agent:
             if self._told_to_leave:
                 self._told_to_leave = False
                 self.channel.send("leaving", "its host is shut down (the agent there got SIGTERM)")
-
-    def _describe(self) -> dict[str, Any]:
-        return {
-            "channel": VERSION, "python": list(sys.version_info[:3]), "executable": sys.executable,
-            "pid": os.getpid(), "host": socket.gethostname(), "folder": self.folder.path,
-        }  # fmt: skip
 
     def _leave(self, number: int) -> None:
         """End the ranks; those of an elastic job can end in order when the host is shut down."""
@@ -201,14 +204,6 @@ class Agent:
                     del self._ranks[ended], self._number_of[ended]
                     self._reported.remove(ended)
                     rank_orders.forget(self.folder.path, ended)
-
-    def _pace(self) -> None:
-        """Let the ranks wait while the launcher does not keep up with their output."""
-        much = self.channel.queued_bytes >= MUCH_BYTES
-        if much != self._paused:
-            self._paused = much
-            for rank in self._ranks.values():
-                (rank.pause if much else rank.resume)()
 
     def _report_events(self) -> None:
         for event, rank, text in self.folder.said():
@@ -293,12 +288,6 @@ class Agent:
             if name in self._ranks:
                 self._ranks[name].signal(number)
 
-    def _order(self, number: int, line: str) -> None:
-        rank_orders.give(self.folder.path, number, line)
-
-    def _count(self) -> None:
-        rank_orders.count(self.folder.path)
-
     # -- the end
 
     def _lose_launcher(self) -> None:
@@ -321,9 +310,11 @@ def main(arguments: list[str]) -> int:
     Standard input and output then are no one else's.
     """
     if arguments:
-        from hvdlite.launcher.agents.call_back import call_from_environment
+        from hvdlite.launcher.agents import call_back
 
-        connection = call_from_environment(arguments, os.environ)
+        secret = os.environ.pop(call_back.SECRET_VARIABLE, "")
+        name = os.environ.get(os.environ.pop(call_back.NAMED_BY_VARIABLE, ""), "")
+        connection = call_back.call_back(arguments, secret, name)
         read_fd, write_fd = os.dup(connection.fileno()), connection.detach()
     else:
         read_fd, write_fd = os.dup(0), os.dup(1)

@@ -18,6 +18,7 @@ from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE, home_directory
 from hvdlite.launcher.platforms.batch_systems import without_step
 from hvdlite.launcher.processes.child import READ_BYTES, Child
 from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.processes.signals import signal_group
 
 LIVE = "live"
 EVENTS = ("raised", "stall", "answer", LIVE)
@@ -165,8 +166,7 @@ class RankProcess(Child):
     def signal(self, number: int) -> None:
         """Signal the process and its children, unless it has ended well."""
         if self.pid and self.code != 0:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
+            signal_group(self.pid, number)
 
     def end_group(self) -> None:
         """Kill the children of a process that has failed; nothing is signalled any more.

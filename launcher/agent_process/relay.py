@@ -50,8 +50,7 @@ class WorkerRelay:
         return worker is not None and worker.code is None
 
     def _note_end(self, number: int) -> None:
-        worker = self._workers.get(number)
-        if worker is not None and worker.code is None:  # Else its exit code follows at once.
+        if self._runs(number):  # Else its exit code follows at once.
             self._channel.send("closed", number)
 
     def tell(self, numbers: list[int], message: bytearray) -> None:

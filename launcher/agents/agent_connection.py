@@ -1,22 +1,14 @@
-"""One agent as the launcher sees it: its host, its channel, and the process that leads to it.
-
-And what takes away what an agent has left that has not ended well.
-"""
+"""One agent as the launcher sees it: its host, its channel, and the process that leads to it."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.launcher.agents.channel import PROLOGUE, VERSION, Channel
-from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.hosts.ssh import ssh_command
 from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
 
@@ -127,32 +119,10 @@ def reason_to_refuse(hello: Mapping[str, Any], *, with_call: bool) -> str:
     """
     if hello["channel"] != VERSION:
         return "has another version of hvdlite: install the same on all hosts"
-    theirs, ours = list(hello["python"][:2]), list(sys.version_info[:2])
+    theirs, ours = ("{}.{}".format(*version) for version in (hello["python"], sys.version_info))
     if theirs == ours or not with_call:
         return ""
     return (
-        f"has Python {_dotted(theirs)}, and the function comes from Python {_dotted(ours)}: their "
-        "bytecode differs, so install the same minor version"
+        f"has Python {theirs}, and the function comes from Python {ours}: their bytecode differs, "
+        "so install the same minor version"
     )
-
-
-def _dotted(version: Sequence[int]) -> str:
-    return ".".join(map(str, version))
-
-
-def kill_groups(groups: Iterable[int]) -> None:
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-
-
-def removal_command(
-    agent: AgentConnection,
-    groups: Iterable[int],
-    options: LaunchOptions,
-    environ: Mapping[str, str],
-) -> list[str]:
-    """Return the ssh command that kills process groups and removes the folder of an agent."""
-    kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
-    there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
-    return ssh_command(agent.host.name, there, options, environ.get("PATH"))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, kill_groups
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.agents.channel import squeeze
 from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
 from hvdlite.launcher.agents.group_agents import GroupAgents, make_group
@@ -21,6 +21,7 @@ from hvdlite.launcher.hosts.ssh import explain_agent, has_not_answered, spell_en
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome
 from hvdlite.launcher.live.job_view import STALL
+from hvdlite.launcher.processes.signals import signal_group
 
 if TYPE_CHECKING:
     from hvdlite.ps.scheduler.running import HostedScheduler
@@ -60,12 +61,19 @@ class AgentsJob(FixedJob, AgentUser):
         self._failing = False
         self._failure: JobOutcome | None = None
         self._handlers: dict[str, Callable[..., None]] = {
-            "gathered": self._gathered, "came": self._came, "withdrawn": self._withdrawn,
-        }  # fmt: skip
+            "gathered": self._gathered,
+            "came": lambda agent, members, number, came: self._meeting.note(
+                members, number, agent.host.ranks, came
+            ),
+            "withdrawn": lambda agent, members, number: self._meeting.withdraw(
+                members, number, agent.host.ranks
+            ),
+        }
         # What is said of a rank, whichever agent has it.
         self._of_ranks: dict[str, Callable[..., None]] = {
             "started": self.first_failure.started.__setitem__, "output": self.output.feed,
-            "raised": self._raised, "part": description.keep_answer, "exit": self._exit,
+            "raised": lambda rank, words: self.first_failure.receive("raised", rank, words.split()),
+            "part": description.keep_answer, "exit": self._exit,
             "stall": lambda _, text: self.live.note(STALL, text),
             "answer": self.live.orders.receive,
         }  # fmt: skip
@@ -114,8 +122,16 @@ class AgentsJob(FixedJob, AgentUser):
         self._tell_of_failure()
         if self._cluster is not None and not self._ending:
             self._look_for_end()
-        self._tell_who_is_missing()
-        self._tell_who_has_finished()
+        # At once would be too often: each host tells all others.
+        for members, missing in self._meeting.news():
+            for agent in self._agents_of(members):
+                agent.send("missing", members, missing)
+        # Ranks that still run may wait for one that has ended. At the end of a large job, a message
+        # for each rank would be too many.
+        finished, self._finished = self._finished, []
+        for agent in self.agents if finished else ():
+            if self._left(agent):
+                agent.send("finished", finished)
         self._hands.look(now)
 
     def silent(self, agent: AgentConnection, seconds: float) -> None:
@@ -138,9 +154,6 @@ class AgentsJob(FixedJob, AgentUser):
             self._of_ranks[kind](*fields)
         elif kind in self._handlers:
             self._handlers[kind](agent, *fields)
-
-    def _raised(self, rank: int, words: str) -> None:
-        self.first_failure.receive("raised", rank, words.split())
 
     def order(self, number: int, line: str) -> str:
         for agent in self._agents_of([number]):
@@ -165,33 +178,9 @@ class AgentsJob(FixedJob, AgentUser):
             for agent in self._agents_of(members):
                 agent.send_data("deliver", members, number, data=data)
 
-    def _came(
-        self, agent: AgentConnection, members: list[int], number: int, came: list[int]
-    ) -> None:
-        self._meeting.note(members, number, agent.host.ranks, came)
-
-    def _tell_who_is_missing(self) -> None:
-        """Tell hosts whose ranks wait. At once would be too often: each host tells all others."""
-        for members, missing in self._meeting.news():
-            for agent in self._agents_of(members):
-                agent.send("missing", members, missing)
-
-    def _tell_who_has_finished(self) -> None:
-        """Tell hosts with ranks that still run, since those may wait for a rank that has ended.
-
-        At the end of a large job, a message for each rank would be too many.
-        """
-        finished, self._finished = self._finished, []
-        for agent in self.agents if finished else ():
-            if self._left(agent):
-                agent.send("finished", finished)
-
     def _agents_of(self, members: list[int]) -> list[AgentConnection]:
         wanted = set(members or self.options.ranks)
         return [each for each in self.agents if wanted.intersection(each.host.ranks)]
-
-    def _withdrawn(self, agent: AgentConnection, members: list[int], number: int) -> None:
-        self._meeting.withdraw(members, number, agent.host.ranks)
 
     def lost(self, agent: AgentConnection) -> None:
         """Look whether the channel of an agent has ended as it should, or too early."""
@@ -211,8 +200,9 @@ class AgentsJob(FixedJob, AgentUser):
         for rank in left:
             self.first_failure.lose(rank, f"is lost with host {agent.host.name}, which {why}")
         if not agent.host.remote:
-            started = self.first_failure.started
-            kill_groups(started[rank] for rank in left if started.get(rank))
+            for rank in left:
+                if pid := self.first_failure.started.get(rank):
+                    signal_group(pid, signal.SIGKILL)
         self._look_for_end()
 
     def _left(self, agent: AgentConnection) -> list[int]:

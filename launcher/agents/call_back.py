@@ -13,7 +13,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.common.connections.address import (
     Address,
@@ -69,10 +69,6 @@ class Listener:
             texts.append(str(Address(name, port)))
         return texts
 
-    @property
-    def variables(self) -> dict[str, str]:
-        return {SECRET_VARIABLE: self.secret}
-
     def close(self) -> None:
         """Accept nobody any more; connections that were accepted stay."""
         self._listener.close()
@@ -94,15 +90,6 @@ def own_addresses(hosts: Iterable[str]) -> list[str]:
                 probe.connect(address)
                 found[probe.getsockname()[0]] = None
     return list(found)
-
-
-def call_from_environment(
-    addresses: Sequence[str], environ: MutableMapping[str, str]
-) -> socket.socket:
-    """Return the connection of an agent, as its environment says; takes the secret out of that."""
-    secret = environ.pop(SECRET_VARIABLE, "")
-    name = environ.get(environ.pop(NAMED_BY_VARIABLE, ""), "")
-    return call_back(addresses, secret, name)
 
 
 def call_back(

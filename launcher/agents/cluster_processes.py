@@ -7,16 +7,18 @@ failed by itself would fail again: its error ends the cluster.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.job_kinds import ClusterOptions
+from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions.endings import Failure, signal_name
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.jobs.job import FixedJob
@@ -114,15 +116,12 @@ class ClusterProcesses:
         elif process.server is None:
             self._end_worker(process, code)
         else:
-            self._end_server(process, code)
-
-    def _end_server(self, process: _Process, code: int) -> None:
-        why = f"{process.name} {self._why_it_ended(process, code)}"
-        # Workers that need no server may have ended before one fails.
-        if (code and not self._ending) or (code > 0 and not self._scheduler.formed):
-            self.failure = self.failure or why
-        if not self._ending and (code or not self._scheduler.formed):  # All members raise.
-            self._scheduler.fail(why)
+            why = f"{process.name} {self._why_it_ended(process, code)}"
+            # Workers that need no server may have ended before one fails.
+            if (code and not self._ending) or (code > 0 and not self._scheduler.formed):
+                self.failure = self.failure or why
+            if not self._ending and (code or not self._scheduler.formed):  # All members raise.
+                self._scheduler.fail(why)
 
     def _restart(self, process: _Process, code: int) -> None:
         process.restarts += 1
@@ -183,26 +182,32 @@ class ClusterProcesses:
 # The scheduler, which hvdlite-run runs itself.
 
 
-def host_scheduler(
-    cluster: ClusterOptions, num_workers: int, hosts: Iterable[Host], environ: Mapping[str, str],
-    start_seconds: float,
-) -> HostedScheduler:  # fmt: skip
+@contextlib.contextmanager
+def hosted_scheduler(
+    options: LaunchOptions, environ: Mapping[str, str]
+) -> Iterator[HostedScheduler | None]:
+    """Run the scheduler of a parameter server, where the job has one."""
+    cluster = options.cluster
+    if cluster is None:
+        yield None
+        return
     from hvdlite.ps.cluster.settings import read_settings
     from hvdlite.ps.scheduler.running import HostedScheduler
 
-    variables = {
+    address = _address(options.hosts)
+    settings = read_settings({
         **environ,
         "HVDLITE_ROLE": "scheduler",
-        "HVDLITE_SCHEDULER": f"{_address(hosts)}:1",  # Any port that is free will be its own.
+        "HVDLITE_SCHEDULER": f"{address}:1",  # Any port that is free will be its own.
         "HVDLITE_NUM_SERVERS": str(cluster.servers),
-        "HVDLITE_NUM_WORKERS": str(num_workers),
+        "HVDLITE_NUM_WORKERS": str(options.num_proc),
         "HVDLITE_PS_WORKERS": "independent" if cluster.independent else "mpi",
         "HVDLITE_PS_TOKEN": environ.get("HVDLITE_PS_TOKEN") or os.urandom(16).hex(),
-        "HVDLITE_START_TIMEOUT": f"{start_seconds:g}",
-    }
-    settings = read_settings(variables)
+        "HVDLITE_START_TIMEOUT": f"{options.start_timeout_seconds:g}",
+    })  # fmt: skip
     assert settings is not None
-    return HostedScheduler(settings)
+    with contextlib.closing(HostedScheduler(settings)) as scheduler:
+        yield scheduler
 
 
 def variables_of(settings: ClusterSettings) -> dict[str, str]:

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.agent_connection import AgentConnection
-from hvdlite.launcher.agents.call_back import NAMED_BY_VARIABLE, Listener
+from hvdlite.launcher.agents.call_back import NAMED_BY_VARIABLE, SECRET_VARIABLE, Listener
 from hvdlite.launcher.agents.host_agents import AgentUser, HostAgents
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.launcher_choice import SRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.ssh import agent_command, agent_path
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.platforms.batch_systems import (
@@ -74,7 +73,7 @@ class GroupAgents(HostAgents):
         self._listener = Listener(self._loop, list(self.present), self._called)
         environ = {
             **self._group.environ,
-            **self._listener.variables,
+            SECRET_VARIABLE: self._listener.secret,
             NAMED_BY_VARIABLE: self._group.named_by,
             "PYTHONPATH": agent_path(self._group.environ),
         }
@@ -115,19 +114,15 @@ class GroupAgents(HostAgents):
         gone = GONE.search(said)
         if gone is None and self._program.code is None:
             return None
-        lines = [line for line in self._program_said(said) if line]
+        if self._program.code is not None:  # With its last words.
+            said = re.sub(self._group.noise, "", self._program.said())
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         host, why = (gone[1], gone[2]) if gone else (absent[0], lines[-1] if lines else "nothing")
         return (
             f"host {host} cannot be used: {self._group.name} has started no agent there, and said: "
             f"{why.strip()}. Remedy: make the same Python environment at the same path on all "
             "hosts; --verbose prints the command line, to try it by hand"
         )
-
-    def _program_said(self, said: str) -> list[str]:
-        """Return the lines of a program that has ended, with its last words."""
-        if self._program is not None and self._program.code is not None:
-            said = re.sub(self._group.noise, "", self._program.said())
-        return [line.strip() for line in said.splitlines()]
 
     def abandon(self) -> None:
         super().abandon()
@@ -156,8 +151,7 @@ class GroupAgents(HostAgents):
 def make_group(
     launcher: str, hosts: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
 ) -> Group:
-    """Return what starts the agents of a job; `launcher` is SRUN or JSRUN, and
-    `hosts` are those that get ranks.
+    """Return what starts the agents of a job: `launcher` is SRUN or JSRUN, `hosts` get ranks.
 
     Raises `ConfigError` where the program is not there.
     """
@@ -165,34 +159,24 @@ def make_group(
     if program is None:
         raise ConfigError(f"--launcher {launcher}: there is no {launcher} in PATH")
     if launcher == SRUN:
-        return _srun(program, hosts, options.mpi_args, environ)
+        return Group(
+            name="srun",
+            command=lambda agent: agents_command(program, hosts, options.mpi_args, agent),
+            environ=agents_environment(environ),
+            named_by=NODE_NAME,
+            names=tuple(hosts),
+            noise=NOISE.pattern,
+        )
     used = [host for host in options.hosts if host.name in hosts]
-    return _jsrun(program, used, environ)
-
-
-def _srun(
-    program: str, hosts: Sequence[str], added: Sequence[str], environ: Mapping[str, str]
-) -> Group:
-    return Group(
-        name="srun",
-        command=lambda agent: agents_command(program, hosts, added, agent),
-        environ=agents_environment(environ),
-        named_by=NODE_NAME,
-        names=tuple(hosts),
-        noise=NOISE.pattern,
-    )
-
-
-def _jsrun(program: str, hosts: Sequence[Host], environ: Mapping[str, str]) -> Group:
     descriptor, path = tempfile.mkstemp(prefix="hvdlite-jsrun-")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(resource_file(hosts, threads_per_core()))
+        file.write(resource_file(used, threads_per_core()))
     return Group(
         name="jsrun",
         command=lambda agent: jsrun_command(program, path, agent),
         environ=environ,
         named_by=TASK_NUMBER,
-        names=tuple(map(str, range(len(hosts)))),
+        names=tuple(map(str, range(len(used)))),
         clean_up=lambda: Path(path).unlink(missing_ok=True),
     )
 

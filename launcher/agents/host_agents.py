@@ -17,17 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.agents.agent_connection import (
-    AgentConnection,
-    AgentHost,
-    kill_groups,
-    reason_to_refuse,
-    removal_command,
-)
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
 from hvdlite.launcher.agents.job_description import JobDescription
-from hvdlite.launcher.hosts.ssh import agent_command, agent_path, remote_agent_command, ssh_command
+from hvdlite.launcher.hosts.ssh import agent_command, agent_path, ssh_command
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.processes.child import LeadingProcess
+from hvdlite.launcher.processes.signals import signal_group
 
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
@@ -96,7 +91,9 @@ class HostAgents:
     def _command(self, agent: AgentConnection) -> list[str]:
         if not agent.host.remote:
             return agent_command()
-        there = remote_agent_command(self._environ)
+        variables = f"PYTHONPATH={agent_path(self._environ)}"
+        # In the root directory no file of the user's shadows a module.
+        there = f"cd / && exec env {shlex.join([variables, *agent_command()])}"
         return ssh_command(agent.host.name, there, self._job.options, self._environ.get("PATH"))
 
     def add(self, host: AgentHost) -> AgentConnection:
@@ -264,17 +261,22 @@ class HostAgents:
         if not agent.folder or not abandoned:
             return
         if not agent.host.remote:
-            kill_groups(groups)
+            for group in groups:
+                signal_group(group, signal.SIGKILL)
             shutil.rmtree(agent.folder, ignore_errors=True)
         elif there:
             self._tidy(agent, groups)
 
     def _tidy(self, agent: AgentConnection, groups: list[int]) -> None:
-        command = removal_command(agent, groups, self._job.options, self._environ)
+        """Kill process groups on another host by ssh, and remove the folder of its agent."""
+        host, environ = agent.host.name, self._environ
+        kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
+        there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
+        command = ssh_command(host, there, self._job.options, environ.get("PATH"))
         try:
-            process = LeadingProcess(command, self._environ, self._job.loop)
+            process = LeadingProcess(command, environ, self._job.loop)
         except OSError as error:  # The outcome of the job is another one's.
-            self._job.say(f"a folder may stay on host {agent.host.name}: {error}")
+            self._job.say(f"a folder may stay on host {host}: {error}")
         else:
             self._tidying[process] = agent
 

@@ -99,9 +99,14 @@ def make_parser() -> Parser:
     _add_elastic_flags(parser)
     _add_mpi_flags(parser)
     _add_output_flags(parser)
-    _add_live_flags(parser)
     _add_setting_flags(parser)
-    _add_flags_of_horovodrun(parser)
+    # The flags of horovodrun that hvdlite-run does not have.
+    parser.set_defaults(notes=[])
+    hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flag, (values, _) in IGNORED.items():
+        parser.add_argument(flag, action=Ignore, nargs=values, **hidden)
+    for flag in RENAMED:
+        parser.add_argument(flag, action=Rename, nargs=0, **hidden)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each rank runs")
     return parser
 
@@ -130,16 +135,6 @@ def _misplaced(command: Sequence[str]) -> list[str]:
     end = 1 if "=" in words[0] else 2
     right = shlex.join(["hvdlite-run", *words[:end], first, *words[end:]])
     return [f"{words[0]} after the command is for {first}: did you mean {right}?"]
-
-
-def _add_flags_of_horovodrun(parser: Parser) -> None:
-    """Accept the flags of horovodrun that hvdlite-run does not have."""
-    parser.set_defaults(notes=[])
-    hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for flag, (values, _) in IGNORED.items():
-        parser.add_argument(flag, action=Ignore, nargs=values, **hidden)
-    for flag in RENAMED:
-        parser.add_argument(flag, action=Rename, nargs=0, **hidden)
 
 
 def _add_job_flags(parser: Parser) -> None:
@@ -217,9 +212,6 @@ def _add_output_flags(parser: Parser) -> None:
     add("--output-filename", metavar="DIR", help="write DIR/rank.<N>/stdout and stderr, too")
     add("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true",
         dest="prefix_timestamp", help="put the time before each line of output")  # fmt: skip
-
-
-def _add_live_flags(parser: Parser) -> None:
     add = parser.add_argument_group("the job while it runs").add_argument
     add("--live", action="store_true", dest="show_live",
         help="show what the ranks do as a table below their output")  # fmt: skip
@@ -241,16 +233,15 @@ def _add_setting_flags(parser: Parser) -> None:
             opposite = f"the opposite of {entry.flag}; the default"
             _add_switch(pair, entry, entry.no_flag, "0", opposite)
         elif entry.flag:
-            text = _percent(entry.help + _default_of(entry))
-            group.add_argument(entry.flag, dest=entry.name, metavar="VALUE", help=text)
-
-
-def _default_of(entry: Setting) -> str:
-    """Return a sentence about the default of a setting, in the unit of its flag; empty: none."""
-    if not entry.has_default:
-        return ""
-    value = entry.default / entry.flag_scale if entry.flag_scale != 1 else entry.default
-    return f" Default: {value:g}." if isinstance(value, int | float) else f" Default: {value}."
+            text = entry.help
+            if entry.has_default:  # In the unit of the flag.
+                scale, value = entry.flag_scale, entry.default
+                value = value / scale if scale != 1 else value
+                number = isinstance(value, int | float)
+                text += f" Default: {value:g}." if number else f" Default: {value}."
+            group.add_argument(
+                entry.flag, dest=entry.name, metavar="VALUE", help=_percent(text)
+            )
 
 
 def _add_switch(group: Any, entry: Setting, flag: str, value: str, text: str) -> None:

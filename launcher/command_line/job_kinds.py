@@ -10,8 +10,8 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.settings.config import Config
 from hvdlite.launcher.command_line.launcher_choice import MPIRUN
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan
+from hvdlite.launcher.decisions.failures import LONGEST_SECONDS
 
-LONGEST_COOLDOWN_SECONDS = 3600
 # Flags that mean nothing without one of those that make a job elastic.
 ONLY_ELASTIC = {
     "max_np": "--max-np",
@@ -38,11 +38,6 @@ class ElasticOptions(ElasticPlan):
     worker_timeout_seconds: float = 10.0
 
 
-def is_elastic(args: argparse.Namespace) -> bool:
-    """Return whether the flags ask for an elastic job."""
-    return args.min_np is not None or args.host_discovery_script is not None
-
-
 def check_not_elastic(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for a flag of elastic jobs in a job that is none."""
     for name, flag in ONLY_ELASTIC.items():
@@ -66,7 +61,12 @@ def elastic_options(args: argparse.Namespace, config: Config, num_proc: int) -> 
         raise ConfigError(f"--launcher {config.launcher}: the agents of an elastic job are started "
                           "by ssh; leave --launcher out")  # fmt: skip
     min_np = args.min_np or num_proc
-    _check_numbers(min_np, num_proc, args.max_np)
+    if min_np > num_proc:
+        raise ConfigError(f"--min-np {min_np} is more than -np {num_proc}, with which the job "
+                          "starts: give at least as many to -np")  # fmt: skip
+    if args.max_np is not None and args.max_np < num_proc:
+        raise ConfigError(f"--max-np {args.max_np} is less than -np {num_proc}, with which the job "
+                          "starts: give at most as many to -np")  # fmt: skip
     return ElasticOptions(
         num_proc=num_proc,
         min_np=min_np,
@@ -85,22 +85,13 @@ def elastic_options(args: argparse.Namespace, config: Config, num_proc: int) -> 
     )  # fmt: skip
 
 
-def _check_numbers(min_np: int, num_proc: int, max_np: int | None) -> None:
-    if min_np > num_proc:
-        raise ConfigError(f"--min-np {min_np} is more than -np {num_proc}, with which the job "
-                          "starts: give at least as many to -np")  # fmt: skip
-    if max_np is not None and max_np < num_proc:
-        raise ConfigError(f"--max-np {max_np} is less than -np {num_proc}, with which the job "
-                          "starts: give at most as many to -np")  # fmt: skip
-
-
 def check_cooldown(given: Sequence[int], source: str) -> tuple[int, int]:
     """Return the range of a cool-down. Raises `ConfigError` that names its `source`."""
-    if len(given) == 2 and 1 <= given[0] <= given[1] <= LONGEST_COOLDOWN_SECONDS:
+    if len(given) == 2 and 1 <= given[0] <= given[1] <= LONGEST_SECONDS:
         return given[0], given[1]
     raise ConfigError(
         f"{source}{' '.join(map(str, given))}: must be two numbers of seconds, the second not "
-        f"below the first, from 1 to {LONGEST_COOLDOWN_SECONDS}"
+        f"below the first, from 1 to {LONGEST_SECONDS}"
     )
 
 

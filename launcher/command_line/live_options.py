@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,13 +48,15 @@ def live_options(args: argparse.Namespace) -> LiveOptions:
         raise ConfigError(f"--metrics-port {port}: ports go up to {HIGHEST_PORT}")
     if args.show_live and args.debug_rank is not None:
         raise ConfigError("--live contradicts --debug-rank, which gives the terminal to a rank")
+    scripts = [word for word in args.command if word.endswith(".py")]
     return LiveOptions(
         port,
         args.metrics_address or LOOPBACK,
         args.show_live,
         None if args.live_page is None else _place(args.live_page),
         _file(args.live_report),
-        _title(args.command),
+        # The name of the script, without arguments, which may be secret.
+        Path([*scripts, *args.command, "hvdlite"][0]).name,
     )
 
 
@@ -81,9 +82,3 @@ def _file(name: str | None) -> str | None:
         return output_file(name)
     except ValueError as error:
         raise ConfigError(f"--live-report {name}: {error}") from None
-
-
-def _title(command: Sequence[str]) -> str:
-    """Return the name of the script, without arguments, which may be secret."""
-    scripts = [word for word in command if word.endswith(".py")]
-    return Path([*scripts, *command, "hvdlite"][0]).name

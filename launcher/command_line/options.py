@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from hvdlite.launcher.command_line.job_kinds import (
     check_not_elastic,
     cluster_options,
     elastic_options,
-    is_elastic,
 )
 from hvdlite.launcher.command_line.launcher_choice import (
     GROUPS,
@@ -44,6 +42,7 @@ from hvdlite.launcher.platforms.kubernetes import (
     find_launcher_pod,
     find_torch_pod,
     with_own_pod_local,
+    words_of,
 )
 
 # Flags that become fields of `LaunchOptions` as they are.
@@ -122,7 +121,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
     hosts_given = args.hosts is not None or args.hostfile is not None
     pod = None if hosts_given else find_launcher_pod(environ)
-    elastic = is_elastic(args)
+    elastic = args.min_np is not None or args.host_discovery_script is not None
     if not elastic:
         check_not_elastic(args)
     given = _hosts(args, pod)
@@ -166,8 +165,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         network_interfaces=config.network_interfaces,
         peer_timeout_seconds=config.peer_timeout_seconds,
         check_hosts=not args.no_check_hosts,
-        mpi_args=_words(args.mpi_args, "--mpi-args"),
-        binding_args=_words(args.binding_args, "--binding-args"),
+        mpi_args=words_of(args.mpi_args or "", "--mpi-args"),
+        binding_args=words_of(args.binding_args or "", "--binding-args"),
         notes=tuple(notes),
         elastic=elastic_options(args, config, num_proc) if elastic else None,
         cluster=_cluster(args, config, launcher, elastic=elastic, in_pods=torch_pod is not None),
@@ -254,7 +253,10 @@ def _variables(
         text = getattr(args, entry.name, None)
         if text is not None and entry.flag:
             given[entry.name] = entry.variable_text(text, entry.flag)
-    _refuse_contradictions(given)
+    flags = {entry.name: entry.flag for entry in settings()}
+    for first, second in CONTRADICTIONS:
+        if given.get(first) == "1" and second in given:
+            raise ConfigError(f"{flags[first]} contradicts {flags[second]}: give one of them")
     path = args.config_file
     values = read_config_file(path, notes) if path is not None else {}
     values |= _winning(given, values)
@@ -273,13 +275,6 @@ def _winning(given: Mapping[str, str], others: Collection[str]) -> dict[str, str
     return {name: text for name, text in more.items() if name in others} | dict(given)
 
 
-def _refuse_contradictions(given: Mapping[str, str]) -> None:
-    flags = {entry.name: entry.flag for entry in settings()}
-    for first, second in CONTRADICTIONS:
-        if given.get(first) == "1" and second in given:
-            raise ConfigError(f"{flags[first]} contradicts {flags[second]}: give one of them")
-
-
 def _join_interfaces(args: argparse.Namespace) -> None:
     """Write what --network-interface names as --network-interfaces."""
     if not args.network_interface:
@@ -287,13 +282,6 @@ def _join_interfaces(args: argparse.Namespace) -> None:
     if args.network_interfaces is not None:
         raise ConfigError("--network-interface contradicts --network-interfaces: give one of them")
     args.network_interfaces = ",".join(args.network_interface)
-
-
-def _words(text: str | None, flag: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text or ""))
-    except ValueError as error:
-        raise ConfigError(f"{flag}={text!r}: {error}") from None
 
 
 def _check(options: LaunchOptions, config: Config) -> None:

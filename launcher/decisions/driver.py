@@ -70,22 +70,19 @@ class Driver:
         if self._finished:
             return None
         if not self._due_is_known:
-            self._due, self._due_is_known = self._find_due(), True
+            now, reset = self._now, self._worlds.reset
+            times = [
+                self._hosts.next_change(now),
+                self._placement.next_time(now),
+                self._losses.next_time(),
+                self._follow_at,
+                self._changes.next_time(),
+                reset.regroup_at if reset else None,
+                *self._requirements.times(now),
+            ]
+            self._due = min((at for at in times if at is not None and at > now), default=None)
+            self._due_is_known = True
         return self._due
-
-    def _find_due(self) -> float | None:
-        now = self._now
-        reset = self._worlds.reset
-        times = [
-            self._hosts.next_change(now),
-            self._placement.next_time(now),
-            self._losses.next_time(),
-            self._follow_at,
-            self._changes.next_time(),
-            reset.regroup_at if reset else None,
-            *self._requirements.times(now),
-        ]
-        return min((at for at in times if at is not None and at > now), default=None)
 
     # -- events
 
@@ -211,7 +208,12 @@ class Driver:
         if worker is None:
             return
         if worker.living and code == 0:
-            self._return(worker)
+            worker.stage = Stage.RETURNED
+            worlds = self._worlds
+            worker.counts = worker.number in worlds.members or worlds.world is None
+            worlds.leave_out(worker)
+            if not worker.counts:
+                self._say(f"{lines.name(worker, None)} returned before it was a rank")
         elif worker.living:
             self._losses.end(worker, code, cause, by_signal, now)
         elif worker.raised:
@@ -249,14 +251,6 @@ class Driver:
     def stop(self, code: int, sentence: str, now: float) -> None:
         """End the job from outside, after Ctrl-C for example; who does that says why."""
         self._finish(code, sentence, told="")
-
-    def _return(self, worker: Worker) -> None:
-        worker.stage = Stage.RETURNED
-        worlds = self._worlds
-        worker.counts = worker.number in worlds.members or worlds.world is None
-        worlds.leave_out(worker)
-        if not worker.counts:
-            self._say(f"{lines.name(worker, None)} returned before it was a rank")
 
     # -- what follows from an event
 

@@ -122,13 +122,12 @@ class Cooldowns:
         """Send a host away; one that is away already gets no longer absence."""
         if not self.excluded(host, now):
             self._times[host] += 1
-            self._until[host] = now + self._absence(self._times[host])
-
-    def _absence(self, time: int) -> float:
-        if self._range is None:
-            return FOREVER
-        low, high = self._range
-        return max(low, min(high, low * 2.0 ** min(time, 12) + self._uniform() * low))
+            absence = FOREVER
+            if self._range is not None:
+                low, high = self._range
+                longer = low * 2.0 ** min(self._times[host], 12)
+                absence = max(low, min(high, longer + self._uniform() * low))
+            self._until[host] = now + absence
 
     def excluded(self, host: str, now: float) -> bool:
         return now < self._until.get(host, 0.0)

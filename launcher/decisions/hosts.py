@@ -86,12 +86,10 @@ class Hosts:
         self._leaving[host] = Leave(why, seconds)
         return seconds
 
-    def _leaves_now(self, host: str, now: float) -> bool:
-        return host in self._leaving and now < self._leaving[host].until
-
     def shown(self, host: str, now: float) -> bool:
         """Return whether discovery shows the host, and it neither will go nor has gone."""
-        return host in (self.found or {}) and not self._leaves_now(host, now)
+        leave = self._leaving.get(host)
+        return host in (self.found or {}) and (leave is None or now >= leave.until)
 
     def why_gone(self, host: str) -> str:
         """Return why a host is no longer used."""

@@ -26,10 +26,25 @@ def spans(numbers: Iterable[int]) -> str:
     return cut(["-".join(map(str, part)) for part in parts])
 
 
+def spell_ranks(numbers: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 1-2" and so on."""
+    return f"rank{'' if len(numbers) == 1 else 's'} {spans(numbers)}"
+
+
+def ranks_are(numbers: Sequence[int]) -> str:
+    return f"{spell_ranks(numbers)} {'is' if len(numbers) == 1 else 'are'}"
+
+
 def cut(parts: Sequence[str], separator: str = ", ") -> str:
     """Return a list as text, the end of a long one as a number."""
     more = len(parts) - MOST_PARTS
     return separator.join(parts[:MOST_PARTS]) + (f"{separator}{more} more" if more > 0 else "")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first of `names`, and how many more there are."""
+    more = len(names) - MOST_PARTS
+    return ", ".join(names[:MOST_PARTS]) + (f" and {more} more" if more > 0 else "")
 
 
 def name(worker: Worker, world: World | None) -> str:
@@ -51,8 +66,7 @@ def ended(workers: Sequence[Worker], world: World | None) -> str:
     for (host, why, member), group in alike.items():
         who = "a worker" if len(group) == 1 else f"{len(group)} workers"
         if world is not None and member:
-            ranks = [world.rank(each.number) for each in group]
-            who = f"rank{'' if len(group) == 1 else 's'} {spans(ranks)}"
+            who = spell_ranks([world.rank(each.number) for each in group])
         place = f"host {host}[{spans({each.slot for each in group})}]"
         parts.append(f"{who} ({place}) {'was' if len(group) == 1 else 'were'} lost: {why}")
     return cut(parts, "; ")
@@ -64,23 +78,15 @@ def lost(workers: Sequence[Worker], world: World | None) -> str:
         whys.setdefault((worker.host, worker.why), []).append(worker)
     parts = []
     for (host, why), group in whys.items():
-        ranks = [
+        numbers = [
             world.rank(each.number) for each in group if world and each.number in world.members
         ]
-        if len(ranks) < 2:
+        if len(numbers) < 2:
             names = cut([name(each, world) for each in group], " and ")
         else:
-            names = f"ranks {spans(ranks)} (host {host})"
+            names = f"{spell_ranks(numbers)} (host {host})"
         parts.append(f"{names} {'was' if len(group) == 1 else 'were'} lost: {why}")
     return cut(parts, "; ")
-
-
-def placed(world: World) -> str:
-    """Return which ranks are on which host."""
-    hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(world.hosts):
-        hosts.setdefault(host, []).append(rank)
-    return cut([f"{host}: {spans(ranks)}" for host, ranks in hosts.items()])
 
 
 def renumbered(old: World, new: World) -> str:
@@ -96,19 +102,20 @@ def renumbered(old: World, new: World) -> str:
             moves[-1][1].append(rank)
         else:
             moves.append(([before], [rank]))
-    parts = [f"{_ranks(before)} now {spans(after)}" for before, after in moves]
+    parts = [f"{ranks_are(before)} now {spans(after)}" for before, after in moves]
     fresh = [rank for rank, number in enumerate(new.members) if number not in old_ranks]
     if fresh:
-        parts.append(f"{_ranks(fresh)} new")
+        parts.append(f"{ranks_are(fresh)} new")
     return cut(parts)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {spans(ranks)} are"
-
-
 def first_world(world: World) -> str:
-    return f"{_world(world)} ({placed(world)})"
+    """Return the line for the first world, with the ranks of each host."""
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(world.hosts):
+        hosts.setdefault(host, []).append(rank)
+    placed = cut([f"{host}: {spans(numbers)}" for host, numbers in hosts.items()])
+    return f"{_world(world)} ({placed})"
 
 
 def _world(world: World) -> str:
@@ -140,9 +147,8 @@ def next_world(old: World, new: World, cause: str, seconds: float, redone: bool)
 
 def _with_hosts(workers: Sequence[Worker], world: World) -> str:
     hosts = ", ".join(dict.fromkeys(worker.host for worker in workers))
-    ranks = sorted(world.rank(worker.number) for worker in workers)
-    verb = "was" if len(ranks) == 1 else "were"
-    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks)} (host {hosts}) {verb}"
+    who = spell_ranks([world.rank(worker.number) for worker in workers])
+    return f"{who} (host {hosts}) {'was' if len(workers) == 1 else 'were'}"
 
 
 def names(workers: Sequence[Worker], world: World | None) -> str:

@@ -53,11 +53,6 @@ class Losses:
         """Return the lost ranks of the last world."""
         return [each for each in self.lost if each.number in self._worlds.members]
 
-    def not_handled(self) -> bool:
-        """Return whether ranks ended by the loss of another one, which elastic loops handle."""
-        followed = [each.why.startswith(LOSS_ERROR) for each in self.members()]
-        return any(followed) and not followed[0]
-
     # -- workers
 
     def end(
@@ -239,9 +234,11 @@ class Losses:
         members = [self._workers[number] for number in worlds.members]
         if all(each.done for each in members):
             return self._success()
-        if self.members():
+        if lost := self.members():
             text = f"no rank of world {worlds.world.epoch} is left: {self._last_words(members)}"
-            remedy = f". {NOT_ELASTIC_SCRIPT}" if self.not_handled() else ""
+            # Whether ranks ended by the loss of another one, which elastic loops handle.
+            followed = [each.why.startswith(LOSS_ERROR) for each in lost]
+            remedy = f". {NOT_ELASTIC_SCRIPT}" if any(followed) and not followed[0] else ""
             return Finish(self.code, text + remedy, ())
         if any(each.stage is Stage.RETURNED for each in members):
             return self._success()
@@ -253,8 +250,7 @@ class Losses:
         lost = [each for each in self.lost if not each.done]
         if world is None or not done or not lost:
             return self.text
-        ranks = lines.spans(world.rank(each.number) for each in done)
-        who = f"rank {ranks} is" if len(done) == 1 else f"ranks {ranks} are"
+        who = lines.ranks_are([world.rank(each.number) for each in done])
         return (
             f"{who} done, as the script has ended there; {lines.ended(lost, world)}, before the "
             "script had ended there, and nobody is left that could go on instead"

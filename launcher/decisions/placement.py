@@ -168,14 +168,15 @@ class Placement:
             index for index, each in enumerate(chosen, 1) if self._ranks.get(each.number, own) < own
         ]
         at, most = before[-1] if before else 0, max(2, self._most()) - 1
-        while 0 < at < len(chosen) and self._is_beside(chosen[at], chosen[at - 1]):
+        # Nobody may come between the ranks of a host: they have one place in a world.
+        while (
+            0 < at < len(chosen)
+            and chosen[at].host == chosen[at - 1].host
+            and chosen[at].number not in self._ranks
+        ):
             at += 1
         at = min(at, most)
         return [*chosen[:at], newest, *chosen[at:most]]
-
-    def _is_beside(self, newcomer: Worker, rank: Worker) -> bool:
-        """Return whether nobody may come between: the ranks of a host have one place in a world."""
-        return newcomer.host == rank.host and newcomer.number not in self._ranks
 
     # -- who is missing
 
@@ -234,10 +235,15 @@ class Placement:
             free = self._free_ranks(expected)
             ranks = {slot: rank for rank, slot in enumerate(expected)}
             for vacancy in starts:
-                own = ranks[vacancy.host, vacancy.slot]
+                host, slot = vacancy.host, vacancy.slot
+                own = ranks[host, slot]
                 rank = own if own in free else next(iter(free))
                 del free[rank]
-                self._start(vacancy, rank, _with_slot(all_places[own], vacancy.slot))
+                place = {**all_places[own], "RANK": rank}
+                if slot < place["LOCAL_SIZE"]:
+                    place["LOCAL_RANK"] = slot  # A lost worker had the same GPU.
+                worker = self._workers.start(host, slot, rank, self._failures.failed(host, slot))
+                self._order(StartWorker(worker.number, host, slot, rank, place))
 
     def _free_ranks(self, expected: Sequence[tuple[str, int]]) -> dict[int, None]:
         """Return the ranks of newcomers that no newcomer has been told yet, in their order.
@@ -266,12 +272,6 @@ class Placement:
             result += [(host, each.slot) for each in staying]
             result += [(host, slot) for slot in vacant.get(host, ())]
         return result
-
-    def _start(self, vacancy: Vacancy, rank: int, place: dict[str, int]) -> None:
-        replaces = self._failures.failed(vacancy.host, vacancy.slot)
-        worker = self._workers.start(vacancy.host, vacancy.slot, rank, replaces)
-        place = {**place, "RANK": rank}
-        self._order(StartWorker(worker.number, worker.host, worker.slot, rank, place))
 
     def dismiss(self, worker: Worker, sentence: str, now: float) -> None:
         """Tell a worker that it is not needed any more: how it ends does not matter."""
@@ -326,8 +326,3 @@ class Placement:
             if worker.running:
                 times += filter(None, (worker.terminate_at, worker.kill_at))
         return min(times, default=None)
-
-
-def _with_slot(place: dict[str, int], slot: int) -> dict[str, int]:
-    """Return the place with the slot as local rank: a lost worker had the same GPU."""
-    return {**place, "LOCAL_RANK": slot} if slot < place["LOCAL_SIZE"] else place

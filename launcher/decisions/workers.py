@@ -6,9 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from signal import SIGKILL, SIGTERM
-from typing import Any
-
-from hvdlite.common.membership import frames
 
 # Codes of workers that somebody else has ended; 0: it is not known, as the host was lost.
 ENDED_FROM_OUTSIDE = (0, 128 + SIGKILL, 128 + SIGTERM)
@@ -159,11 +156,6 @@ class World:
 
     def rank(self, number: int) -> int:
         return self.members.index(number)
-
-    def frame(self) -> list[Any]:
-        """Return the frame that tells the members of this world."""
-        members = zip(self.members, self.hosts, strict=True)
-        return frames.world_frame(self.epoch, members, self.root, self.behind, self.commit)
 
 
 def make_world(epoch: int, workers: Sequence[Worker], committed: int) -> World:

@@ -235,7 +235,9 @@ class WorldChanges:
         self._placement.note_world(world.members, world.hosts)
         for worker in chosen:
             worker.ready, worker.epoch = False, world.epoch
-        self._order(Tell(world.members, world.frame()))
+        members = zip(world.members, world.hosts, strict=True)
+        frame = frames.world_frame(world.epoch, members, world.root, world.behind, world.commit)
+        self._order(Tell(world.members, frame))
         if old is None or reset is None:
             self._order(Say(lines.first_world(world)))
         else:

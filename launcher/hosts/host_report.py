@@ -36,7 +36,7 @@ class Address:
     def is_one_of(self, wanted: Sequence[str]) -> bool:
         """Return whether `wanted` has its interface, or a network that it lies in."""
         address = ipaddress.ip_address(self.address)
-        return any(text == self.interface or address in _network(text) for text in wanted)
+        return any(text == self.interface or address in network_of(text) for text in wanted)
 
     def __str__(self) -> str:
         return f"{self.address} ({self.interface})"
@@ -97,8 +97,8 @@ class Attempt:
     error: str = ""
 
 
-def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | tuple[()]:
-    """Return the network that a text names; one without addresses where it names none."""
+def network_of(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | tuple[()]:
+    """Return the address or subnet that a text names; one without addresses where it is neither."""
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError:
@@ -146,7 +146,8 @@ class HostReport:
         each = dict.fromkeys(
             address.network for facts in self.facts.values() for address in facts.addresses
         )
-        return tuple(sorted((network for network in each if network not in bad), key=_version))
+        good = (network for network in each if network not in bad)
+        return tuple(sorted(good, key=lambda network: ipaddress.ip_network(network).version))
 
     @property
     def common_interfaces(self) -> tuple[str, ...]:
@@ -173,7 +174,7 @@ class HostReport:
         for _, attempt in self._bad_addresses():
             if attempt.target not in apart:
                 yield (
-                    f"{attempt.target}: {self._name(attempt)} does not lead to it from "
+                    f"{attempt.target}: {self._address(attempt)} does not lead to it from "
                     f"{attempt.origin}: {self._why(attempt)}"
                 )
         yield from (f"warning: {text}" for text in self.warnings)
@@ -234,9 +235,6 @@ class HostReport:
                 continue
             needed = {*NEEDED, *NEEDED_BY_MPI}
             yield from self._missing(name, facts, [each for each in PACKAGES if each not in needed])
-        yield from self._different_versions()
-
-    def _different_versions(self) -> Iterator[str]:
         for package in PACKAGES:
             versions: dict[str, str] = {}
             for name, facts in self.facts.items():
@@ -289,8 +287,9 @@ class HostReport:
                  reversed(self._unconnected_pairs().items())}  # fmt: skip
         for target, attempt in reversed(first.items()):
             yield (
-                f"host {attempt.origin} cannot connect to host {target} at {self._name(attempt)}: "
-                f"{self._why(attempt)}, although ssh works. Remedy: {OPEN}"
+                f"host {attempt.origin} cannot connect to host {target} at "
+                f"{self._address(attempt)}: {self._why(attempt)}, although ssh works. "
+                f"Remedy: {OPEN}"
             )
         for name, facts in self.facts.items():
             if not facts.addresses and facts.not_wanted:
@@ -301,13 +300,6 @@ class HostReport:
             elif len(self.facts) > 1 and not facts.addresses and facts.protocol:
                 yield f"host {name} has no network but loopback: give it an address"
 
-    def _name(self, attempt: Attempt) -> str:
-        return str(self._address(attempt))
-
     def _address(self, attempt: Attempt) -> Address:
         addresses = self.facts[attempt.target].addresses
         return next(each for each in addresses if each.address == attempt.address)
-
-
-def _version(network: str) -> int:
-    return ipaddress.ip_network(network).version

@@ -42,7 +42,10 @@ def main(question: dict[str, Any]) -> None:
     port = listener.getsockname()[1]
     _in_background(_serve, listener, question["nonce"])
     _write({**look(question), "port": port})
-    question = _read()
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(0)  # the launcher has gone
+    question = json.loads(line)
     _write({"attempts": try_all(question["peers"], question["seconds"])})
     sys.stdin.readline()
 
@@ -158,13 +161,6 @@ def _in_background(function: Any, *args: Any) -> threading.Thread:
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     return thread
-
-
-def _read() -> Any:
-    line = sys.stdin.readline()
-    if not line:
-        sys.exit(0)  # the launcher has gone
-    return json.loads(line)
 
 
 def _write(answer: dict[str, Any]) -> None:

@@ -61,16 +61,13 @@ def cores(root: str = "") -> int:
             env={name: text for name, text in os.environ.items() if not name.startswith("OMP_")},
             check=True,
         )  # fmt: skip
-        found = [*map(int, done.stdout.split()), *_cpus_of_slurm()]
+        found = [*map(int, done.stdout.split())]
+        slurm = os.environ.get("SLURM_CPUS_ON_NODE", "")
+        if slurm.isdecimal() and int(slurm):  # A cluster need not confine its jobs to these CPUs.
+            found.append(int(slurm))
         return max(1, min(found))
     except (OSError, ValueError, subprocess.CalledProcessError):
         return os.cpu_count() or 1
-
-
-def _cpus_of_slurm() -> list[int]:
-    """Return the CPUs of the job here; a cluster need not confine its jobs to them."""
-    text = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    return [int(text)] if text.isdecimal() and int(text) else []
 
 
 # The accelerators that a rank may use, of those that its host or its job has.

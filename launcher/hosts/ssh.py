@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,15 +55,6 @@ def agent_path(environ: Mapping[str, str]) -> str:
     given = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     home = os.path.dirname(os.path.dirname(os.path.abspath(hvdlite.__file__)))
     return os.pathsep.join([*map(os.path.abspath, given), home])
-
-
-def remote_agent_command(environ: Mapping[str, str]) -> str:
-    """Return the text by which a shell on another host starts an agent.
-
-    It runs in the root directory, where no file of the user's shadows a module.
-    """
-    variables = f"PYTHONPATH={agent_path(environ)}"
-    return f"cd / && exec env {shlex.join([variables, *agent_command()])}"
 
 
 # Why a host could not be reached, in one sentence: from what ssh, a shell or Open MPI say.
@@ -187,12 +177,6 @@ def spell_end(code: int | None) -> str:
     if code < 0:
         return f"was killed by {signal_name(-code)}"
     return f"ended with exit code {code}"
-
-
-def silent_host(line: str) -> str | None:
-    """Return the host that ssh has given up, as ssh was given it, from a line that ssh prints."""
-    match = re.match(r"Timeout, server (\S+) not responding", line)
-    return match[1] if match else None
 
 
 def has_not_answered(seconds: float) -> str:

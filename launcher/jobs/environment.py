@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
 import shlex
 import socket
 from collections.abc import Iterator, Mapping
@@ -12,6 +10,7 @@ from contextlib import contextmanager
 from hvdlite.common.base.networks import BRIDGE, USUAL_BRIDGES, has_fabric
 from hvdlite.common.meeting.nodelist import expand_nodelist
 from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.hosts.host_report import network_of
 from hvdlite.launcher.jobs.passed_variables import of_another_job
 from hvdlite.launcher.mpirun.commands import build_environment, keep_alive_arguments
 from hvdlite.launcher.mpirun.mpi import (
@@ -69,20 +68,11 @@ def _interface_variables(options: LaunchOptions) -> dict[str, str]:
     """Return what tells hvdlite, NCCL and scripts for Horovod which interfaces to use."""
     given = options.network_interfaces
     variables = {"HVDLITE_NETWORK_INTERFACES": ",".join(given)}
-    if names := [name for name in given if not _is_network(name)]:  # All that NCCL knows.
+    if names := [name for name in given if not network_of(name)]:  # All that NCCL knows.
         variables["NCCL_SOCKET_IFNAME"] = ",".join(names)
         if options.elastic is not None and options.as_horovod:
             variables["HOROVOD_GLOO_IFACE"] = names[0]
     return variables
-
-
-def _is_network(text: str) -> bool:
-    """Return whether this is an address or a subnet, and no interface."""
-    try:
-        ipaddress.ip_network(text, strict=False)
-    except ValueError:
-        return False
-    return True
 
 
 def _with_library(passed: Mapping[str, str], mpi: Mpi) -> dict[str, str]:
@@ -146,10 +136,6 @@ def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: LaunchOption
     if mpi.kind == SLURM and nodes.isdecimal() and int(nodes):
         return -(-options.num_proc // int(nodes))
     return max(options.counts)
-
-
-def is_root() -> bool:
-    return os.geteuid() == 0
 
 
 # --torchrun-env: variables by which torch.distributed finds the ranks, as torchrun sets them.

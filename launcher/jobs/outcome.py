@@ -12,10 +12,10 @@ from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
 from hvdlite.launcher.command_line.job_kinds import ClusterOptions
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions.endings import Failure
+from hvdlite.launcher.decisions.lines import MOST_PARTS, listed
 from hvdlite.launcher.hosts.hosts import host_of_rank
 
 NOT_STARTED_CODE = 1
-MOST_RANKS_NAMED = 6
 # Patterns of a cause that is well known, each with the remedy.
 HINTS = {
     r"ModuleNotFoundError: No module named 'horovod(\.\w+)*'$":
@@ -88,11 +88,9 @@ def timeout_sentence(missing: list[int], options: LaunchOptions) -> str:
 
 def name_ranks(ranks: list[int], options: LaunchOptions) -> str:
     """Return how many ranks these are, which, and on which other hosts."""
-    named = ", ".join(map(str, ranks[:MOST_RANKS_NAMED]))
-    if len(ranks) > MOST_RANKS_NAMED:
-        named += f" and {len(ranks) - MOST_RANKS_NAMED} more"
     hosts = _remote_hosts(ranks, options)
-    where = f" on {', '.join(hosts[:MOST_RANKS_NAMED])}" if hosts else ""
+    where = f" on {', '.join(hosts[:MOST_PARTS])}" if hosts else ""
+    named = listed([str(rank) for rank in ranks])
     return f"{len(ranks)} of {options.num_proc} ranks ({named}){where}"
 
 

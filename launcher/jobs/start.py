@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.agent_connection import AgentHost
 from hvdlite.launcher.agents.agents_job import AgentsJob
-from hvdlite.launcher.agents.cluster_processes import host_scheduler, variables_of
+from hvdlite.launcher.agents.cluster_processes import hosted_scheduler, variables_of
 from hvdlite.launcher.command_line.launcher_choice import GROUPS, MPIRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.decisions.lines import listed
 from hvdlite.launcher.elastic.job import ElasticJob
 from hvdlite.launcher.hosts.check_hosts import check_hosts
 from hvdlite.launcher.hosts.host_report import HostReport
@@ -29,12 +28,9 @@ from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome, signal_o
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, Mpi, find_mpi, own_agent, parameter_given
 from hvdlite.launcher.mpirun.mpirun import MpirunJob
-from hvdlite.launcher.platforms.kubernetes import listed, names_without_address
+from hvdlite.launcher.platforms.kubernetes import names_without_address
 from hvdlite.launcher.processes.console import say
 from hvdlite.launcher.processes.signals import SignalInbox
-
-if TYPE_CHECKING:
-    from hvdlite.ps.scheduler.running import HostedScheduler
 
 TOKEN = "HVDLITE_PS_TOKEN"  # A secret that is not printed.
 PORTS = re.compile(r"(\d+)-(\d+)")
@@ -60,7 +56,7 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
     options = replace(options, command=_command(options, passed))
     with (
         torchrun_variables(options, environ) as variables,
-        _scheduler(options, passed) as scheduler,
+        hosted_scheduler(options, passed) as scheduler,
     ):
         passed |= variables
         if scheduler is not None:
@@ -78,23 +74,6 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
             for line in job.describe():
                 say(f"runs {line}")
         return job.run()
-
-
-@contextlib.contextmanager
-def _scheduler(
-    options: LaunchOptions, environ: Mapping[str, str]
-) -> Iterator[HostedScheduler | None]:
-    """Run the scheduler of a parameter server, where the job has one."""
-    if options.cluster is None:
-        yield None
-        return
-    scheduler = host_scheduler(
-        options.cluster, options.num_proc, options.hosts, environ, options.start_timeout_seconds
-    )
-    try:
-        yield scheduler
-    finally:
-        scheduler.close()
 
 
 def _run_elastic(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from hvdlite.launcher.decisions.lines import spans
+from hvdlite.launcher.decisions.lines import spell_ranks
 
 FEWEST_STEPS, FEWEST_SECONDS = 3, 2.0
 LEAST_SHARE, LEAST_SECONDS = 0.1, 1e-3  # Of a step. Others wait less for a rank that is not named.
@@ -140,8 +140,7 @@ def _straggler(
     hosts = sorted({pace.host for pace in slow.paces})
     host = hosts[0] if len(hosts) == 1 else ""
     where = f" (host {host})" if host else ""
-    one = len(ranks) == 1
-    who = f"{'rank' if one else 'ranks'} {spans(ranks)}{where} {'makes' if one else 'make'}"
+    who = f"{spell_ranks(ranks)}{where} {'makes' if len(ranks) == 1 else 'make'}"
     unit = "step" if by_step else "second"
     text = f"{who} the others wait {spell(lost)} a {unit} ({share:.0%}): {why}"
     return Straggler(ranks, host, lost, share, cause, text)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.common.base.metrics import LONGEST_NAME
-from hvdlite.launcher.decisions.lines import spans
+from hvdlite.launcher.decisions.lines import spell_ranks
 from hvdlite.launcher.inspection.asking import Answer
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ERASE, ERASE_ALL, ESCAPE, UP
 from hvdlite.launcher.live.snapshot import Snapshot
@@ -197,15 +197,11 @@ def _spell_outstanding(answer: Answer) -> list[str]:
     if longest < OUTSTANDING_SECONDS and (answer["calls"] or not waits):
         return []
     missing = [rank for rank in answer["asked"] if rank not in waits]
-    not_by = f", and not by {_spell_ranks(missing)}" if missing else ""
+    not_by = f", and not by {spell_ranks(missing)}" if missing else ""
     return [
-        f"{answer['name']} is outstanding: submitted by {_spell_ranks([*waits])}, {spell(longest)} "
+        f"{answer['name']} is outstanding: submitted by {spell_ranks([*waits])}, {spell(longest)} "
         f"ago{not_by}"
     ]
-
-
-def _spell_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks)}"
 
 
 def spell_timeline(answer: Answer) -> list[str]:

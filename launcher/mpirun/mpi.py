@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.platforms.batch_systems import is_task, lacks_plugin, mpi_plugins
+from hvdlite.launcher.platforms.batch_systems import is_task, mpi_plugins
 
 OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
 PLUGINS = {OPENMPI: "pmix", HYDRA: "pmi2"}  # Of Slurm, by the MPI that the ranks load.
@@ -95,7 +95,8 @@ def _has_plugin(srun: str, plugin: str) -> bool:
     if plugins and plugin not in plugins:
         return False
     # It lists plugins whose library is not installed as well. A test starts no step.
-    return not lacks_plugin(_output([srun, f"--mpi={plugin}", "--test-only", "true"]))
+    said = _output([srun, f"--mpi={plugin}", "--test-only", "true"])
+    return "Invalid MPI type" not in said
 
 
 def _programs(environ: Mapping[str, str]) -> Iterator[str]:
@@ -139,11 +140,6 @@ MAPPING_FLAGS = {"map-by", "rank-by", "ppr", "npernode", "N", "npersocket", "per
 def flags_in(arguments: Sequence[str]) -> set[str]:
     """Return the names of the flags among `arguments`, without dashes and values."""
     return {word.lstrip("-").partition("=")[0] for word in arguments if word.startswith("-")}
-
-
-def places_ranks(arguments: Sequence[str]) -> bool:
-    """Return whether `arguments` say which rank runs where."""
-    return bool(flags_in(arguments) & MAPPING_FLAGS)
 
 
 def binds_ranks(arguments: Sequence[str]) -> bool:

@@ -16,24 +16,26 @@ from pathlib import Path
 from hvdlite.launcher.command_line.debug_rank import redirections
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.ssh import diagnose
-from hvdlite.launcher.jobs.environment import is_root, most_local_ranks
+from hvdlite.launcher.jobs.environment import most_local_ranks
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import JobOutcome
 from hvdlite.launcher.jobs.passed_variables import home_directory, names_for_other_hosts
 from hvdlite.launcher.mpirun.cleanup import kill_session, remove_segments, segments_of
 from hvdlite.launcher.mpirun.commands import Place, build_command
 from hvdlite.launcher.mpirun.mpi import (
+    MAPPING_FLAGS,
     OPENMPI,
     SLURM,
     Mpi,
     binds_ranks,
+    flags_in,
     parameter_given,
-    places_ranks,
 )
 from hvdlite.launcher.mpirun.pipes import Pipes
 from hvdlite.launcher.mpirun.rank_shell import RankShell
 from hvdlite.launcher.processes import rank_orders
 from hvdlite.launcher.processes.child import Child
+from hvdlite.launcher.processes.signals import signal_group
 
 SHARED_MEMORY = Path("/dev/shm")
 # The parameters of Open MPI that say where the files of its shared memory lie.
@@ -122,7 +124,7 @@ class MpirunJob(FixedJob):
 
     def command_line(self) -> list[str]:
         """Return the whole command that starts the job."""
-        place = Place(root=is_root(), names=self._names, token=self.token)
+        place = Place(root=os.geteuid() == 0, names=self._names, token=self.token)
         rank_command = self._shell().wrap(self.options.command)
         return build_command(self.mpi, self.options, place, rank_command)
 
@@ -131,7 +133,8 @@ class MpirunJob(FixedJob):
         arguments = (*options.mpi_args, *options.binding_args)
         # Without hosts, mpirun uses those of an allocation that it knows of.
         allocated = not options.hosts and any(name in self.environ for name in ALLOCATIONS)
-        known = self.mpi.kind != SLURM and not allocated and not places_ranks(arguments)
+        placed = bool(flags_in(arguments) & MAPPING_FLAGS)  # They say which rank runs where.
+        known = self.mpi.kind != SLURM and not allocated and not placed
         debug = options.debug_rank is not None
         return RankShell(
             token=self.token,
@@ -219,7 +222,10 @@ class MpirunJob(FixedJob):
         heard = self.first_failure
         for rank in heard.here:
             if heard.codes.get(rank) != 0:
-                _signal_group(heard.started[rank], number)
+                shell = heard.started[rank]
+                # Each mpirun gives a rank's shell, and what it starts, a group of its own.
+                if shell != os.getpgrp():
+                    signal_group(shell, number)
 
     def _signal_mpirun(self, number: int) -> None:
         if self.process is not None:
@@ -269,10 +275,3 @@ def _exists(process: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def _signal_group(shell: int, number: int) -> None:
-    """Signal a rank's shell and what it started: each mpirun gives a rank a group of its own."""
-    if shell != os.getpgrp():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(shell, number)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+from functools import partial
 
 from hvdlite.launcher.hosts.hosts import host_of_rank
-from hvdlite.launcher.hosts.ssh import has_not_answered, silent_host
+from hvdlite.launcher.hosts.ssh import has_not_answered
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.live.job_view import STALL
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
@@ -117,7 +118,7 @@ class Pipes:
             return
         if rank in self.first_failure.here:
             for stream in STREAMS:
-                self._open(f"{rank}.{stream}", os.O_RDONLY, self._reader_of(rank, stream))
+                self._open(f"{rank}.{stream}", os.O_RDONLY, partial(self._feed, rank, stream))
         if self.job.all_started:
             self.print_early()
 
@@ -131,9 +132,11 @@ class Pipes:
 
     def _tells_of_lost_host(self, line: bytes) -> bool:
         """Return whether ssh says that a host is lost; then its ranks are, and mpirun will end."""
-        host = silent_host(line.decode(errors="replace"))
-        if host is None or not self.job.all_started:
+        text = line.decode(errors="replace")
+        match = re.match(r"Timeout, server (\S+) not responding", text)
+        if match is None or not self.job.all_started:
             return False
+        host = match[1]
         self.hush = True
         options, heard = self.job.options, self.job.first_failure
         for rank in heard.running:
@@ -143,12 +146,9 @@ class Pipes:
                 heard.lose(rank, f"is lost with host {host}, which {why}")
         return True
 
-    def _reader_of(self, rank: int, stream: str) -> Handler:
-        def reader(fd: int) -> None:
-            if data := self._take(fd):
-                self.output.feed(rank, stream, data)
-
-        return reader
+    def _feed(self, rank: int, stream: str, fd: int) -> None:
+        if data := self._take(fd):
+            self.output.feed(rank, stream, data)
 
     def read_mpirun(self, stream: str, data: bytes) -> None:
         """Take what an mpirun has printed; no data at the end."""

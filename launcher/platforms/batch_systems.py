@@ -200,11 +200,6 @@ def mpi_plugins(said: str) -> frozenset[str]:
     return frozenset(words)
 
 
-def lacks_plugin(said: str) -> bool:
-    """Return whether srun has refused ``--mpi``, by what it has said."""
-    return "Invalid MPI type" in said
-
-
 # IBM's jsrun, by pure functions: its hosts, its file of resources and its command line.
 #
 # LSF on machines with jsrun runs a job's script on a launch node, which is listed as the first

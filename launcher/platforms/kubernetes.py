@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address
 from hvdlite.common.connections.loop import readable
+from hvdlite.launcher.decisions.lines import listed
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.processes.console import say
 from hvdlite.launcher.processes.signals import SignalInbox
@@ -31,7 +32,6 @@ VARIABLES = (
     ("HYDRA_HOST_FILE", "HYDRA_LAUNCH_EXTRA_ARGS"),
 )
 PAUSE_SECONDS = 0.5
-MOST_NAMED = 6
 VARIABLES_BEGIN = "PET_"
 NODES, NODE_RANK, PER_NODE = "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"
 ADDRESS, PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
@@ -64,19 +64,20 @@ def find_launcher_pod(
     for file_variable, ssh_variable in VARIABLES:
         path = environ.get(file_variable)
         if path and names_hosts(path):
-            return LauncherPod(path, file_variable, _words(environ, ssh_variable))
+            ssh_args = words_of(environ.get(ssh_variable, ""), ssh_variable)
+            return LauncherPod(path, file_variable, ssh_args)
     if environ.get(ROLE) == "launcher" and names_hosts(MOUNTED_HOSTFILE):
-        given = (_words(environ, ssh_variable) for _, ssh_variable in VARIABLES)
+        given = (words_of(environ.get(name, ""), name) for _, name in VARIABLES)
         return LauncherPod(MOUNTED_HOSTFILE, ROLE, next((words for words in given if words), ()))
     return None
 
 
-def _words(environ: Mapping[str, str], variable: str) -> tuple[str, ...]:
-    text = environ.get(variable, "")
+def words_of(text: str, source: str) -> tuple[str, ...]:
+    """Split arguments of a program as a shell does; raises `ConfigError` that names `source`."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ConfigError(f"{variable}={text!r}: {error}") from None
+        raise ConfigError(f"{source}={text!r}: {error}") from None
 
 
 def with_own_pod_local(hosts: tuple[Host, ...], hostname: str) -> tuple[Host, ...]:
@@ -122,13 +123,6 @@ def names_without_address(
             told = True
             say(f"waiting up to {timeout_seconds:g} seconds for an address of {listed(missing)}")
         readable(signals.fileno(), min(PAUSE_SECONDS, left))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first of `names`, and how many more there are."""
-    text = ", ".join(names[:MOST_NAMED])
-    more = len(names) - MOST_NAMED
-    return f"{text} and {more} more" if more > 0 else text
 
 
 # A pod of a job that Kubeflow Trainer would start with torchrun: its place, and where ranks meet.

@@ -77,7 +77,7 @@ class Console:
         if now - self._drawn_at < DRAW_SECONDS:
             return
         self._drawn_at = now
-        columns = os.get_terminal_size(_descriptor(stream) or 2).columns or COLUMNS
+        columns, _ = self.size(stream)
         shown = text.decode(errors="replace")[: columns - 1].encode(errors="replace")
         self._live = (stream, shown)
         self._write(stream, ERASE + shown)
@@ -94,11 +94,15 @@ class Console:
             return
         try:
             fd = _descriptor(stream)
-            if fd is None:
-                _write_object(target, text)
-            else:
+            if fd is not None:
                 target.flush()
                 self._write_descriptor(fd, text)
+                return
+            if hasattr(target, "buffer"):
+                target.buffer.write(text)
+            else:
+                target.write(text.decode(errors="replace"))
+            target.flush()
         except BrokenPipeError:
             self._broken.add(stream)
             raise
@@ -159,11 +163,3 @@ def _descriptor(stream: str) -> int | None:
         return target.fileno()
     except (OSError, ValueError):
         return None
-
-
-def _write_object(target: TextIO, text: bytes) -> None:
-    if hasattr(target, "buffer"):
-        target.buffer.write(text)
-    else:
-        target.write(text.decode(errors="replace"))
-    target.flush()
