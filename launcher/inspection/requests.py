@@ -67,7 +67,10 @@ class Requests:
             case ["look"]:
                 return {**self._look(), "job": self.about}
             case ["stack", int(rank)]:
-                self._ask([self._known(rank)], STACK, (), _spell_stack, done)
+                self._ask(
+                    [self._known(rank)], STACK, (),
+                    lambda found: {"stack": str(_one(found)["stack"])}, done,
+                )  # fmt: skip
             case ["tensor", str(name)] if len(name) <= LONGEST_NAME:
                 ranks = self._job.in_order()[:MOST_RANKS]
                 self._ask(ranks, TENSOR, (name,), partial(merge, name, at=time.time()), done)
@@ -107,22 +110,15 @@ class Requests:
 
         def ended(answer: Answer) -> None:
             try:
-                self._note(_spell_end(answer, steps))
+                made = int(_one({0: answer})["steps"])
+                said = f"rank 0 has written {made} steps to {os.path.basename(str(answer['file']))}"
+                if made < steps:
+                    said += f", and then came none for {answer['seconds']:g} s"
+                self._note(said)
             except Exception as error:  # Of what a rank has answered.
                 self._note(f"the timeline of rank 0: {_refusal(error)['error']}")
 
         self._ask([view], TIMELINE, (path, steps), begun, done, ended)
-
-
-def _spell_stack(found: dict[int, Answer]) -> Answer:
-    return {"stack": str(_one(found)["stack"])}
-
-
-def _spell_end(answer: Answer, steps: int) -> str:
-    """Return how a timeline has ended, of which so many steps were wanted."""
-    made = int(_one({0: answer})["steps"])
-    said = f"rank 0 has written {made} steps to {os.path.basename(str(answer['file']))}"
-    return said if made >= steps else f"{said}, and then came none for {answer['seconds']:g} s"
 
 
 def _one(found: dict[int, Answer]) -> Answer:

@@ -86,12 +86,6 @@ def _listen(folder: str) -> tuple[socket.socket, str]:
     return listener, path
 
 
-def touch(path: str) -> None:
-    """Let the socket count as new: systemd-tmpfiles removes what is ten days old from /tmp."""
-    with contextlib.suppress(OSError):
-        os.utime(path)
-
-
 def withdraw(path: str) -> None:
     """Remove the socket, and the folder where it was the last one."""
     with contextlib.suppress(OSError):

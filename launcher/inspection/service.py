@@ -6,6 +6,8 @@ answer NUMBER DICT                  from the launcher
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -63,7 +65,9 @@ class LocalService:
 
     def _touch(self) -> None:
         if self._listener is not None:
-            runtime_folder.touch(self._path)
+            # It counts as new: systemd-tmpfiles removes what is ten days old from /tmp.
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
             self._loop.call_after(TOUCH_SECONDS, self._touch)
 
     @property

@@ -79,11 +79,12 @@ class History:
         if self._looks:
             rows = _divide(self._sum, self._count)
             at, each, job = [*at, self._last], [*each, rows], [*job, _of_all(rows)]
-        found = {}
+        found, unknown = {}, np.full(len(FIELDS), np.nan, np.float32)
         for rank in ranks:
             column = self._columns.get(rank)
             if column is not None:
-                found[str(rank)] = _by_name(FIELDS, [_row(rows, column) for rows in each])
+                of_rank = [rows[column] if column < len(rows) else unknown for rows in each]
+                found[str(rank)] = _by_name(FIELDS, of_rank)
         moments = [round(moment, 1) for moment in at]
         return {"at": moments, "job": _by_name(OF_JOB, job), "ranks": found}
 
@@ -124,10 +125,6 @@ def _mean(one: Rows, other: Rows) -> Rows:
     with np.errstate(all="ignore"):
         both = (padded + other) / 2
     return np.where(np.isnan(padded), other, np.where(np.isnan(other), padded, both))
-
-
-def _row(rows: Rows, column: int) -> Rows:
-    return rows[column] if column < len(rows) else np.full(len(FIELDS), np.nan, np.float32)
 
 
 def _by_name(names: tuple[str, ...], points: list[Rows]) -> dict[str, list[float | None]]:

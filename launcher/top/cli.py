@@ -16,7 +16,6 @@ from typing import Any
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.inspection.asking import Answer
 from hvdlite.launcher.inspection.requests import ABOUT, LOOK
-from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.table import check_rich, lines_of, printable
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.top.connection import JobConnection, Unreachable, find_jobs
@@ -138,7 +137,9 @@ def _print_once(connection: JobConnection, loop: EventLoop) -> int:
         except Unreachable as error:
             print(f"hvdlite-top: the job {error}", file=sys.stderr)
             return NO_JOB_CODE
-        if _is_complete(job) or loop.now() >= end:
+        ranks = job["ranks"]
+        all_step = all(rank["step"] is not None for rank in ranks)
+        if (len(ranks) >= job["job"]["ranks"] and all_step) or loop.now() >= end:
             break
         pause = loop.now() + POLL_SECONDS
         while (left := pause - loop.now()) > 0:
@@ -148,11 +149,6 @@ def _print_once(connection: JobConnection, loop: EventLoop) -> int:
     color = sys.stdout.isatty()
     print("\n".join(lines_of(job, columns, height, share=1.0, color=color, whole=True)))
     return 0
-
-
-def _is_complete(job: Snapshot) -> bool:
-    ranks = job["ranks"]
-    return len(ranks) >= job["job"]["ranks"] and all(rank["step"] is not None for rank in ranks)
 
 
 def _show(jobs: list[Job], chosen: Job | None, loop: EventLoop) -> int:

@@ -206,13 +206,10 @@ class JobPage(Page):
         self, pages: Pages, connection: JobConnection, pid: int, back: ListPage | None
     ) -> None:
         self._pages, self._connection, self._pid, self._back = pages, connection, pid, back
-        self._viewer = Viewer(connection.ask, self._draw, self._quit)
+        self._viewer = Viewer(connection.ask, pages.draw, self._quit)
         self._waits = False  # For the answer to the last look.
         self._trouble: list[str] = []  # Why the last look has failed.
         connection.ended = self._end
-
-    def _draw(self) -> None:
-        self._pages.draw()
 
     def _quit(self) -> None:
         self._connection.ended = lambda: None
