@@ -16,10 +16,10 @@ from hvdlite.launcher.hosts.ssh import has_not_answered
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.live.job_view import STALL
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
+from hvdlite.launcher.processes.child import READ_BYTES
 from hvdlite.launcher.processes.event_loop import Handler
 from hvdlite.launcher.processes.output import STREAMS
 
-READ_BYTES = 1 << 16
 HARMLESS = b"plm:ssh: Warning: setpgid("  # Of two that move a child to its group, one is late.
 # What stands before the words of a rank. That of MPICH, which has the job's token in the place of
 # TOKEN, comes before each part that it has read, which may begin within a line.
@@ -153,20 +153,17 @@ class Pipes:
     def read_mpirun(self, stream: str, data: bytes) -> None:
         """Take what an mpirun has printed; no data at the end."""
         for line in self._lines(stream, data):
-            self._mpirun_line(line, stream)
+            # One of mpirun's own, or of ranks on other hosts: all but the last of those go on.
+            own, *marked = self.mark.split(line)
+            for rank, text in zip(map(int, marked[::2]), marked[1::2], strict=True):
+                self._parts[rank, stream] = self._parts.get((rank, stream), b"") + text
+            if marked:
+                self._end_line(int(marked[-2]), stream)
+            if own or not marked:
+                self._own_line(own)
         if not data:
             for rank in [rank for rank, name in self._parts if name == stream]:
                 self._end_line(rank, stream)
-
-    def _mpirun_line(self, line: bytes, stream: str) -> None:
-        """Handle a line of mpirun's own, or of ranks on other hosts: all but the last go on."""
-        own, *marked = self.mark.split(line)
-        for rank, text in zip(map(int, marked[::2]), marked[1::2], strict=True):
-            self._parts[rank, stream] = self._parts.get((rank, stream), b"") + text
-        if marked:
-            self._end_line(int(marked[-2]), stream)
-        if own or not marked:
-            self._own_line(own)
 
     def _end_line(self, rank: int, stream: str) -> None:
         """Handle a whole line of a rank on another host, in which there may be an event."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.mpirun.cleanup import remove_segments, segments_of
+from hvdlite.launcher.mpirun.mpirun import remove_segments, segments_of
 from tests.launcher.jobs import RANK, launch, start
 from tests.parallel.jobs import environment
 
