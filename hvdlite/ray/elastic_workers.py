@@ -181,7 +181,7 @@ class ElasticRayJob(DirectJob):
             self.over.wait(DISCOVERY_SECONDS)
 
     def _tell(self, event: Callable[[Any, float], None], value: Any) -> None:
-        event(value, self.now())
+        event(value, self.loop.now())
 
     # -- actors
 
@@ -222,12 +222,12 @@ class ElasticRayJob(DirectJob):
             self.ended(number, 1, shorten(f"{type(error).__name__}: {error}"))
         else:
             if not outcome.returned:  # One that has returned may still be needed by the others.
-                self.end_process(number, kill=True)  # Its actor would keep its cores from the next.
+                self.end_process(number)  # Its actor would keep its cores from the next.
             raised = outcome.raised
             answer = outcome.result if raised is None else pickle.loads(raised)
             self.take_answer(number, answer, outcome.code)
 
-    def end_process(self, number: int, kill: bool) -> None:
+    def end_process(self, number: int) -> None:
         """Ray knows no other end of an actor than its death."""
         import ray
 
@@ -237,4 +237,4 @@ class ElasticRayJob(DirectJob):
 
     def end_all(self) -> None:
         for number in list(self._actors):
-            self.end_process(number, kill=True)
+            self.end_process(number)

@@ -105,13 +105,13 @@ class _SparkJob(DirectJob):
         self._show_hosts()
 
     def _show_hosts(self) -> None:
-        self.driver.discovered(dict.fromkeys(self._tasks, 1), self.now())
+        self.driver.discovered(dict.fromkeys(self._tasks, 1), self.loop.now())
 
     def _lost(self, name: str) -> None:
         del self._tasks[name]
         for number in [number for number, host in self.hosts.items() if host == name]:
             self.hosts.pop(number)
-        self.driver.agent_lost(name, "its task of Spark has ended", False, self.now())
+        self.driver.agent_lost(name, "its task of Spark has ended", False, self.loop.now())
         if self._tasks:  # An answer without any host would be taken for one that has failed.
             self._show_hosts()
 
@@ -129,7 +129,7 @@ class _SparkJob(DirectJob):
         if task is not None:  # Else its end has been told already.
             task.send("start", worker.number, worker.start_rank, variables)
 
-    def end_process(self, number: int, kill: bool) -> None:
+    def end_process(self, number: int) -> None:
         # The worker is its task's only one.
         if (task := self._tasks.get(self.hosts[number])) is not None:
             task.send("end", True)

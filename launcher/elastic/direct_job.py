@@ -5,10 +5,8 @@ One thread runs the job. What other threads have to say comes by the `post` of i
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -97,8 +95,8 @@ class DirectJob(DriverLoop):
         """Start a worker with these variables; `ended` is called when it has ended."""
 
     @abstractmethod
-    def end_process(self, number: int, kill: bool) -> None:
-        """End a worker that was started; with `kill`, at once."""
+    def end_process(self, number: int) -> None:
+        """End a worker that was started, at once."""
 
     @abstractmethod
     def end_all(self) -> None:
@@ -112,7 +110,7 @@ class DirectJob(DriverLoop):
         if self.hosts.pop(number, None) is not None:
             self._server.hear_last_words(number)  # They come first.
             self._start_by.pop(number, None)
-            self.driver.worker_ended(number, code, cause, by_signal, self.now())
+            self.driver.worker_ended(number, code, cause, by_signal, self.loop.now())
 
     def take_answer(self, number: int, answer: Any, code: int, signal_number: int = 0) -> None:
         """Note what a worker has left, its result or `Raised`, and its end."""
@@ -127,26 +125,21 @@ class DirectJob(DriverLoop):
         self.last_cause = cause or self.last_cause
         self.ended(number, code, cause, bool(signal_number))
 
-    @staticmethod
-    def now() -> float:
-        """Return the time by the driver's clock, in seconds."""
-        return time.monotonic()
-
     # -- commands of the driver
 
     def start_agent(self, host: str) -> None:
         """Take the host for ready: what has shown it can start workers there."""
-        self.driver.agent_came(host, self.now())
+        self.driver.agent_came(host, self.loop.now())
 
     def drop_agent(self, host: str) -> None:
         for number in [number for number, its in self.hosts.items() if its == host]:
-            self.end_process(number, kill=True)
+            self.end_process(number)
             del self.hosts[number]
 
     def start_worker(self, worker: StartWorker) -> None:
         self.hosts[worker.number] = worker.host
         self._start_ranks[worker.number] = worker.start_rank
-        self._start_by[worker.number] = self.now() + self._start_seconds
+        self._start_by[worker.number] = self.loop.now() + self._start_seconds
         variables = {
             **worker_variables(worker, as_horovod=True),
             "HVDLITE_ELASTIC_DRIVER": self._address,
@@ -157,7 +150,7 @@ class DirectJob(DriverLoop):
 
     def signal(self, number: int, signal_number: int) -> None:
         if number in self.hosts:
-            self.end_process(number, signal_number == signal.SIGKILL)
+            self.end_process(number)
 
     def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
         for number in numbers:
@@ -167,11 +160,11 @@ class DirectJob(DriverLoop):
 
     def _said(self, number: int, message: list[Any]) -> None:
         self._start_by.pop(number, None)
-        self.driver.worker_said(number, message, self.now())
+        self.driver.worker_said(number, message, self.loop.now())
 
     def _closed(self, number: int) -> None:
         if number in self.hosts:
-            self.driver.worker_closed(number, self.now())
+            self.driver.worker_closed(number, self.loop.now())
 
     def look(self, now: float) -> None:
         for number, silence in self._server.silence().items():
@@ -188,7 +181,7 @@ class DirectJob(DriverLoop):
     def run(self) -> Finish:
         """Run to the end; return how it was. No worker runs any more then."""
         try:
-            self.driver.tick(self.now())
+            self.driver.tick(self.loop.now())
             while self.finish is None:
                 self.driver.tick(self.wait())
                 self.carry_out()
@@ -210,16 +203,16 @@ class DirectJob(DriverLoop):
 
     def stop(self, code: int, sentence: str) -> None:
         """End the job from outside; any thread may call this."""
-        self.loop.post(lambda: self.driver.stop(code, sentence, self.now()))
+        self.loop.post(lambda: self.driver.stop(code, sentence, self.loop.now()))
 
     def _let_workers_end(self) -> None:
-        deadline = self.now() + GRACE_SECONDS
-        while self.hosts and self.now() < deadline:
+        deadline = self.loop.now() + GRACE_SECONDS
+        while self.hosts and self.loop.now() < deadline:
             self.wait(deadline)
         self.end_all()
-        deadline = self.now() + END_SECONDS
+        deadline = self.loop.now() + END_SECONDS
         # A worker whose connection ended before it did would say that the driver has gone.
-        while self._server.numbers() and self.now() < deadline:
+        while self._server.numbers() and self.loop.now() < deadline:
             self.wait(deadline)
 
     def close(self) -> None:
