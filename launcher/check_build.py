@@ -71,9 +71,13 @@ def report(environ: Mapping[str, str]) -> str:
         "Data planes": [
             _mark(_works(plane, no_mpi), plane) for plane in DATA_PLANES if plane != "auto"
         ],
-        "Collectives on accelerators (without them tensors go through host memory)": list(
-            _devices(environ, installed)
-        ),
+        "Collectives on accelerators (without them tensors go through host memory)": [
+            *(_compiled(path, environ, installed) for path in DEVICE_PATHS),
+            *(
+                _mark(True, f"plug-in {point.name} ({point.value})")
+                for point in entry_points(group=DEVICE_PLUG_INS)
+            ),
+        ],
         "Compiled code (without it Python does the same, slower)": [
             _compiled(path, environ, installed) for path in COMPILED_PATHS
         ],
@@ -82,12 +86,6 @@ def report(environ: Mapping[str, str]) -> str:
     for title, rows in sections.items():
         lines += ["", f"{title}:", *(f"    {row}" for row in rows)]
     return "\n".join(lines)
-
-
-def _devices(environ: Mapping[str, str], installed: Mapping[str, list[str]]) -> Iterator[str]:
-    yield from (_compiled(path, environ, installed) for path in DEVICE_PATHS)
-    for point in entry_points(group=DEVICE_PLUG_INS):
-        yield _mark(True, f"plug-in {point.name} ({point.value})")
 
 
 def _launchers(environ: Mapping[str, str], mpis: Sequence[Mpi]) -> Iterator[str]:

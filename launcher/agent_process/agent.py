@@ -123,7 +123,7 @@ class Agent:
 
     def goes_on(self) -> bool:
         """Return whether the launcher may still say something, or a rank runs."""
-        return self.channel.open or self._running()
+        return self.channel.open or any(rank.code is None for rank in self._ranks.values())
 
     def turn(self) -> None:
         """Do what follows from what has come, and from the time."""
@@ -177,9 +177,6 @@ class Agent:
         if self._kill_at is not None:
             return max(0.0, min(longest, self._kill_at - system.now()))
         return longest
-
-    def _running(self) -> bool:
-        return any(rank.code is None for rank in self._ranks.values())
 
     def _reap(self) -> None:
         """Report the ranks that have ended: first what they said, then their code."""
@@ -241,24 +238,20 @@ class Agent:
             self._refuse(f"cannot start its ranks: {error}")
             return
         self.loop.listen(self.folder.events_fd, lambda _fd: self._report_events())
-        self._let_meet(job)
+        if job["elastic"]:  # Workers talk with the driver by the socket at which others meet.
+            self._relay = WorkerRelay(job, self.folder, self.loop, self.channel, self._ranks)
+            self._handlers["tell"] = self._relay.tell
+        else:
+            self._meeting = meeting = HostMeeting(job, self.folder, self.loop, self.channel)
+            self._handlers |= {
+                "deliver": meeting.deliver, "missing": meeting.note_missing,
+                "fail": meeting.rounds.fail, "finished": meeting.rounds.finish,
+            }  # fmt: skip
         self.channel.send("ready")
 
     def _refuse(self, clause: str) -> None:
         """Tell the launcher why this host cannot take part, as a clause about the host."""
         self.channel.send("refused", clause)
-
-    def _let_meet(self, job: dict[str, Any]) -> None:
-        """Open the socket at which the ranks meet, or by which workers talk with the driver."""
-        if job["elastic"]:
-            self._relay = WorkerRelay(job, self.folder, self.loop, self.channel, self._ranks)
-            self._handlers["tell"] = self._relay.tell
-            return
-        self._meeting = meeting = HostMeeting(job, self.folder, self.loop, self.channel)
-        self._handlers |= {
-            "deliver": meeting.deliver, "missing": meeting.note_missing,
-            "fail": meeting.rounds.fail, "finished": meeting.rounds.finish,
-        }  # fmt: skip
 
     def _part(self, name: str, data: bytes) -> None:
         self.folder.append(name, data)

@@ -216,7 +216,11 @@ class RankVariables:
         mine["HVDLITE_LAUNCHER_EVENTS"] = events
         mine |= visible_devices(mine, rank["local_rank"])
         if not mine.get("OMP_NUM_THREADS"):
-            mine["OMP_NUM_THREADS"] = str(self._threads(rank))
+            # Its share of the cores that this host leaves us.
+            self._cores = self._cores or cores()
+            share = max(1, self._cores // self._local_size)
+            bound = self.cores_of(rank)
+            mine["OMP_NUM_THREADS"] = str(min(share, len(bound)) if bound else share)
         return mine
 
     def cores_of(self, rank: Mapping[str, Any]) -> list[int]:
@@ -227,10 +231,3 @@ class RankVariables:
         local_rank, share = rank["local_rank"], max(1, len(ours) // self._local_size)
         first = local_rank * share % len(ours)
         return ours[first : first + share]
-
-    def _threads(self, rank: Mapping[str, Any]) -> int:
-        """Return the threads of the rank: its share of the cores that this host leaves us."""
-        self._cores = self._cores or cores()
-        share = max(1, self._cores // self._local_size)
-        bound = self.cores_of(rank)
-        return min(share, len(bound)) if bound else share

@@ -96,18 +96,16 @@ class HostMeeting:
     def __init__(
         self, job: dict[str, Any], folder: AgentFolder, loop: EventLoop, channel: Channel
     ) -> None:
-        def gathered(key: Key, bodies: dict[int, bytes]) -> None:
-            channel.send("gathered", list(key.members), key.number, bodies)
-
-        def withdrawn(key: Key) -> None:
-            channel.send("withdrawn", list(key.members), key.number)
-
         self._alone = alone = len(job["ranks"]) == job["size"]
         self._channel = channel
         self._told: dict[Key, list[int]] = {}  # Who has come to the rounds that are not complete.
         self._server = MeetingServer(
             loop, listen(Address(path=folder.socket)), job["ranks"], job["size"],
-            job["secret"].encode(), None if alone else gathered, withdrawn=withdrawn,
+            job["secret"].encode(),
+            None if alone else lambda key, bodies: channel.send(
+                "gathered", list(key.members), key.number, bodies
+            ),
+            withdrawn=lambda key: channel.send("withdrawn", list(key.members), key.number),
         )  # fmt: skip
         self.rounds = self._server.rounds  # Takes what the launcher says of other hosts.
 

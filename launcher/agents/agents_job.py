@@ -138,9 +138,6 @@ class AgentsJob(FixedJob, AgentUser):
         agent.kill()
         self._lose(agent, has_not_answered(seconds))
 
-    def overdue(self, agent: AgentConnection, seconds: float) -> None:
-        pass  # The start as a whole has a limit.
-
     def keep_alive(self) -> None:
         self._hands.keep_alive()
 

@@ -34,11 +34,6 @@ CALL_SECONDS = 30.0
 PROBE_PORT = 9  # Of datagrams that are never sent.
 
 
-def caller(secret: str) -> Party:
-    """Return the end of an agent."""
-    return Party(secret.encode(), "agent", "launcher")
-
-
 def receiver(secret: str) -> Party:
     """Return the end of the launcher."""
     return Party(secret.encode(), "launcher", "agent")
@@ -112,7 +107,7 @@ def call_back(
 
     try:
         connection = reach(
-            loop, found, caller(secret), os.fsencode(name),
+            loop, found, Party(secret.encode(), "agent", "launcher"), os.fsencode(name),
             lambda: Limits(try_seconds, try_seconds), failed,
         )  # fmt: skip
     finally:

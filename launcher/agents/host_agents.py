@@ -19,12 +19,11 @@ from typing import Any
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
 from hvdlite.launcher.agents.job_description import JobDescription
-from hvdlite.launcher.hosts.ssh import agent_command, agent_path, ssh_command
+from hvdlite.launcher.hosts.ssh import MOST_AT_ONCE, agent_command, agent_path, ssh_command
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.signals import signal_group
 
-MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
 TIDY_SECONDS = 3.0  # How long the end of a job waits for what removes the folders of others.
 BEAT_SECONDS = 1.0  # The silence that an agent of this host allows, where it has a limit.
@@ -57,9 +56,11 @@ class AgentUser(ABC):
     def silent(self, agent: AgentConnection, seconds: float) -> None:
         """Note that nothing has been heard of an agent for so long."""
 
-    @abstractmethod
-    def overdue(self, agent: AgentConnection, seconds: float) -> None:
-        """Note that an agent cannot start processes so long after its own start."""
+    def overdue(self, agent: AgentConnection, seconds: float) -> None:  # noqa: B027
+        """Note that an agent cannot start processes so long after its own start.
+
+        Nothing follows where the start of the job as a whole has a limit.
+        """
 
 
 class HostAgents:

@@ -239,9 +239,7 @@ def _add_setting_flags(parser: Parser) -> None:
                 value = value / scale if scale != 1 else value
                 number = isinstance(value, int | float)
                 text += f" Default: {value:g}." if number else f" Default: {value}."
-            group.add_argument(
-                entry.flag, dest=entry.name, metavar="VALUE", help=_percent(text)
-            )
+            group.add_argument(entry.flag, dest=entry.name, metavar="VALUE", help=_percent(text))
 
 
 def _add_switch(group: Any, entry: Setting, flag: str, value: str, text: str) -> None:

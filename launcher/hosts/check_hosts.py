@@ -25,6 +25,7 @@ from hvdlite.launcher.hosts.host_report import PACKAGES, Attempt, Facts, HostRep
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.probe import MARK
 from hvdlite.launcher.hosts.ssh import (
+    MOST_AT_ONCE,
     agent_path,
     connect_seconds,
     explain_agent,
@@ -35,7 +36,6 @@ from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.signals import interrupt_waits
 
-MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 MOST_PEERS = 16  # A host tries so many others; all pairs of many hosts would be too many.
 LOGIN_FACTOR = 1.5  # of the time to connect: until Python runs there
 ANSWER_SECONDS = 30.0  # then until it has imported what it looks at, from a slow disk at first

@@ -14,6 +14,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions.endings import signal_name
 
 AGENT_MODULE = "hvdlite.launcher.agent_process.agent"
+MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 CONNECT_SECONDS = 10  # Also for the greeting of a server that accepts connections and hangs.
 
 

@@ -70,11 +70,6 @@ class LocalService:
                 os.utime(self._path)
             self._loop.call_after(TOUCH_SECONDS, self._touch)
 
-    @property
-    def watched(self) -> bool:
-        """Whether somebody looks."""
-        return bool(self._viewers)
-
     def _judge(self, _claim: Claim) -> Refusal | None:
         if len(self._viewers) >= MOST_VIEWERS:
             return Refusal(FIRST_OWN, f"{MOST_VIEWERS} others look at this job already")

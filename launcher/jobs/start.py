@@ -168,19 +168,15 @@ def _use_networks(
 
 
 def _find(options: LaunchOptions, environ: Mapping[str, str], mpi: Mpi | None) -> HostReport:
-    ports = _ports({**environ, **options.variables}, mpi)
+    ports = [0]  # Any, unless the user has limited those that the job will listen on.
+    passed = {**environ, **options.variables}
+    first = passed.get("OMPI_MCA_btl_tcp_port_min_v4", "")
+    count = passed.get("OMPI_MCA_btl_tcp_port_range_v4", "")
+    if match := PORTS.fullmatch(passed.get("HVDLITE_TCP_PORTS", "")):
+        ports = list(range(int(match[1]), int(match[2]) + 1))
+    elif mpi is not None and first.isdecimal() and count.isdecimal():
+        ports = list(range(int(first), int(first) + int(count)))
     return check_hosts(options.hosts, options, environ, mpi=mpi is not None, ports=ports)
-
-
-def _ports(environ: Mapping[str, str], mpi: Mpi | None) -> list[int]:
-    """Return the ports that the job will listen on, where the user has limited them; else [0]."""
-    if match := PORTS.fullmatch(environ.get("HVDLITE_TCP_PORTS", "")):
-        return list(range(int(match[1]), int(match[2]) + 1))
-    first = environ.get("OMPI_MCA_btl_tcp_port_min_v4", "")
-    count = environ.get("OMPI_MCA_btl_tcp_port_range_v4", "")
-    if mpi is not None and first.isdecimal() and count.isdecimal():
-        return list(range(int(first), int(first) + int(count)))
-    return [0]
 
 
 def _mpi(options: LaunchOptions, environ: Mapping[str, str]) -> Mpi | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from abc import ABC, abstractmethod
@@ -14,6 +13,7 @@ from hvdlite.launcher.inspection.requests import LOOK
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ESCAPE, UP, Keyboard
 from hvdlite.launcher.live.table import lines_of, printable
 from hvdlite.launcher.live.viewer import Viewer
+from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.top.connection import JobConnection
 
@@ -21,7 +21,6 @@ LOOK_SECONDS = 1.0
 # The alternate screen without a cursor, so that the terminal is as before at the end.
 ENTER_SCREEN, LEAVE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-COLUMNS, LINES = 80, 24  # Where a terminal does not know its size.
 
 
 class Screen:
@@ -44,8 +43,7 @@ class Screen:
 
     def size(self) -> tuple[int, int]:
         """Return columns and lines."""
-        columns, lines = os.get_terminal_size(sys.stdout.fileno())
-        return columns or COLUMNS, lines or LINES
+        return Console().size("stdout")
 
     def draw(self, lines: Sequence[str]) -> None:
         """Show lines, which must fit, in the place of those before; nothing while it is left."""

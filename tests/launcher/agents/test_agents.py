@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launcher.agents.channel import VERSION
-from hvdlite.launcher.agents.host_agents import MOST_AT_ONCE
 from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.options import resolve
 from hvdlite.launcher.hosts.resources import cores
+from hvdlite.launcher.hosts.ssh import MOST_AT_ONCE
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.jobs.start import run_job
 from tests.launcher.jobs import IMPATIENT, LAUNCHER, MARK, launch, processes, start
