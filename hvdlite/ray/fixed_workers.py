@@ -118,8 +118,19 @@ class FixedWorkers:
         extra_env_vars: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Start the workers, and on each an object of `executable_cls`; all, or none."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         try:
-            self._start_actors(extra_env_vars)
+            self._placement = place(self._wanted, self._use_current, self._limit_seconds)
+            for bundle in self._placement.bundles:
+                strategy = PlacementGroupSchedulingStrategy(
+                    self._placement.group, placement_group_bundle_index=bundle
+                )
+                self.actors.append(self._wanted.start_actor(strategy))
+            places = self._places()
+            order = order_by_host([place.host for place in places])
+            self.actors = [self.actors[index] for index in order]
+            self._tell_ranks([places[index] for index in order], extra_env_vars)
             if executable_cls is not None:
                 collect([
                     actor.start_executable.remote(executable_cls, args, kwargs)
@@ -128,20 +139,6 @@ class FixedWorkers:
         except BaseException:
             self.shutdown()
             raise
-
-    def _start_actors(self, extra_env_vars: Mapping[str, Any]) -> None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        self._placement = place(self._wanted, self._use_current, self._limit_seconds)
-        for bundle in self._placement.bundles:
-            strategy = PlacementGroupSchedulingStrategy(
-                self._placement.group, placement_group_bundle_index=bundle
-            )
-            self.actors.append(self._wanted.start_actor(strategy))
-        places = self._places()
-        order = order_by_host([place.host for place in places])
-        self.actors = [self.actors[index] for index in order]
-        self._tell_ranks([places[index] for index in order], extra_env_vars)
 
     def _places(self) -> list[Place]:
         import ray

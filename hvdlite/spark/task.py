@@ -108,7 +108,7 @@ def run_task(call: Call, failures: Any) -> Iterator[Answer]:
         gpus = context.resources().get("gpu")
         variables[DEVICES] = ",".join(gpus.addresses) if gpus else ""
         try:
-            with RankProcess(call, rank, variables, output) as started:
+            with contextlib.closing(RankProcess(call, rank, variables, output)) as started:
                 answer = started.answer()
         except Exception as error:  # Spark would try again, and tell it in a hundred lines
             answer = Answer(rank, time.time(), 1, dump_error(error))
@@ -118,7 +118,7 @@ def run_task(call: Call, failures: Any) -> Iterator[Answer]:
 
 
 class RankProcess:
-    """The process of one rank; a context that ends it, at its end, with all that it started."""
+    """The process of one rank."""
 
     def __init__(
         self, call: Call, rank: int, variables: Mapping[str, str], output: RankOutput
@@ -148,10 +148,8 @@ class RankProcess:
             stack.callback(self.process.stdin.close)
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> RankProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the process, with all that it has started."""
         self._stack.close()
 
     def answer(self) -> Answer:
@@ -249,7 +247,7 @@ class _Task:
     def _start(self, number: int, start_rank: int, variables: dict[str, str]) -> None:
         self._number = number
         self._process = RankProcess(self._call, start_rank, self._devices | variables, self._output)
-        self._stack.enter_context(self._process)
+        self._stack.callback(self._process.close)
         pidfd = os.pidfd_open(self._process.process.pid)
         self._stack.callback(os.close, pidfd)
         self._loop.listen(pidfd, self._tell_end)

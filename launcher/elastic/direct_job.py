@@ -185,7 +185,14 @@ class DirectJob(DriverLoop):
             while self.finish is None:
                 self.driver.tick(self.wait())
                 self.carry_out()
-            self._let_workers_end()
+            deadline = self.loop.now() + GRACE_SECONDS
+            while self.hosts and self.loop.now() < deadline:
+                self.wait(deadline)
+            self.end_all()
+            deadline = self.loop.now() + END_SECONDS
+            # A worker whose connection ended before it did would say that the driver has gone.
+            while self._server.numbers() and self.loop.now() < deadline:
+                self.wait(deadline)
         finally:
             self.close()
         return self.finish
@@ -204,16 +211,6 @@ class DirectJob(DriverLoop):
     def stop(self, code: int, sentence: str) -> None:
         """End the job from outside; any thread may call this."""
         self.loop.post(lambda: self.driver.stop(code, sentence, self.loop.now()))
-
-    def _let_workers_end(self) -> None:
-        deadline = self.loop.now() + GRACE_SECONDS
-        while self.hosts and self.loop.now() < deadline:
-            self.wait(deadline)
-        self.end_all()
-        deadline = self.loop.now() + END_SECONDS
-        # A worker whose connection ended before it did would say that the driver has gone.
-        while self._server.numbers() and self.loop.now() < deadline:
-            self.wait(deadline)
 
     def close(self) -> None:
         self.over.set()
