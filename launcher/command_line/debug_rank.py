@@ -32,7 +32,11 @@ def terminals() -> dict[int, str]:
     """
     paths = {}
     for fd in (0, 1, 2):
-        if _is_terminal(fd):
+        try:
+            is_terminal = os.isatty(fd) and os.access(os.ttyname(fd), os.R_OK | os.W_OK)
+        except OSError:
+            is_terminal = False
+        if is_terminal:
             paths[fd] = os.ttyname(fd)
         elif fd == 0:
             paths[fd] = f"/proc/{os.getpid()}/fd/0"
@@ -43,10 +47,3 @@ def redirections() -> str:
     """Return `terminals` as redirections of a shell."""
     signs = {0: "<", 1: ">", 2: ">"}
     return " ".join(f"{fd}{signs[fd]}{shlex.quote(path)}" for fd, path in terminals().items())
-
-
-def _is_terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd) and os.access(os.ttyname(fd), os.R_OK | os.W_OK)
-    except OSError:
-        return False

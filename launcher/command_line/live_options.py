@@ -48,13 +48,20 @@ def live_options(args: argparse.Namespace) -> LiveOptions:
         raise ConfigError(f"--metrics-port {port}: ports go up to {HIGHEST_PORT}")
     if args.show_live and args.debug_rank is not None:
         raise ConfigError("--live contradicts --debug-rank, which gives the terminal to a rank")
+    page = None if args.live_page is None else _place(args.live_page)
+    report = args.live_report
+    if report is not None:
+        try:
+            report = output_file(report)
+        except ValueError as error:
+            raise ConfigError(f"--live-report {report}: {error}") from None
     scripts = [word for word in args.command if word.endswith(".py")]
     return LiveOptions(
         port,
         args.metrics_address or LOOPBACK,
         args.show_live,
-        None if args.live_page is None else _place(args.live_page),
-        _file(args.live_report),
+        page,
+        report,
         # The name of the script, without arguments, which may be secret.
         Path([*scripts, *args.command, "hvdlite"][0]).name,
     )
@@ -72,13 +79,3 @@ def _place(text: str) -> tuple[str, int]:
             f"--live-page {text}: must be a port (0: any that is free), ADDRESS:PORT or [IPv6]:PORT"
         )
     return bare, int(port)
-
-
-def _file(name: str | None) -> str | None:
-    """Return the absolute path of a file that can be written, as far as one can see."""
-    if name is None:
-        return None
-    try:
-        return output_file(name)
-    except ValueError as error:
-        raise ConfigError(f"--live-report {name}: {error}") from None

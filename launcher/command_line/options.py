@@ -98,7 +98,8 @@ class LaunchOptions:
 
     @property
     def ranks(self) -> range:
-        first = self.torch_pod.first_rank if self.torch_pod else 0
+        pod = self.torch_pod
+        first = pod.index * pod.ranks_per_pod if pod else 0
         return range(first, first + self.num_proc)
 
     @property

@@ -130,14 +130,6 @@ def _without_bridges(
     return {"btl_tcp_if_exclude": ",".join(dict.fromkeys((*NOT_BETWEEN_HOSTS, *inner)))}
 
 
-def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions) -> int:
-    """Return the number of ranks of the fullest host."""
-    nodes = environ.get("SLURM_NNODES", "")
-    if mpi.kind == SLURM and nodes.isdecimal() and int(nodes):
-        return -(-options.num_proc // int(nodes))
-    return max(options.counts)
-
-
 # --torchrun-env: variables by which torch.distributed finds the ranks, as torchrun sets them.
 
 

@@ -186,12 +186,6 @@ class FixedJob(Job):
     def all_started(self) -> bool:
         return len(self.first_failure.started) == self.options.num_proc
 
-    @property
-    def failed(self) -> bool:
-        """Something of the job is ended, and may be left."""
-        heard = self.first_failure
-        return heard.closed or heard.trouble or self.ending is not None
-
     def wait(self, *times: float) -> float:
         return self.loop.wait(*times)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from hvdlite.launcher.command_line.debug_rank import redirections
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.ssh import diagnose
-from hvdlite.launcher.jobs.environment import most_local_ranks
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import JobOutcome
 from hvdlite.launcher.jobs.passed_variables import home_directory, names_for_other_hosts
@@ -124,32 +123,32 @@ class MpirunJob(FixedJob):
 
     def command_line(self) -> list[str]:
         """Return the whole command that starts the job."""
-        place = Place(root=os.geteuid() == 0, names=self._names, token=self.token)
-        rank_command = self._shell().wrap(self.options.command)
-        return build_command(self.mpi, self.options, place, rank_command)
-
-    def _shell(self) -> RankShell:
         options = self.options
         arguments = (*options.mpi_args, *options.binding_args)
         # Without hosts, mpirun uses those of an allocation that it knows of.
         allocated = not options.hosts and any(name in self.environ for name in ALLOCATIONS)
         placed = bool(flags_in(arguments) & MAPPING_FLAGS)  # They say which rank runs where.
         known = self.mpi.kind != SLURM and not allocated and not placed
-        debug = options.debug_rank is not None
-        return RankShell(
+        most_local_ranks = max(options.counts)
+        nodes = self.environ.get("SLURM_NNODES", "")
+        if self.mpi.kind == SLURM and nodes.isdecimal() and int(nodes):
+            most_local_ranks = -(-options.num_proc // int(nodes))
+        shell = RankShell(
             token=self.token,
             kind=self.mpi.kind,
             directory=self.folders.temporary,
             ranks=options.num_proc,
             counts=options.counts if known else (),
-            most_local_ranks=most_local_ranks(self.environ, self.mpi, options),
+            most_local_ranks=most_local_ranks,
             bound=binds_ranks(arguments),
             prefixes=("HVDLITE", "HOROVOD") if options.as_horovod else ("HVDLITE",),
             torchrun=options.torchrun_env,
             here=self.folders.backing_variables(self.mpi, self.environ, options.mpi_args),
             debug_rank=options.debug_rank,
-            debug_redirect=redirections() if debug else "",
+            debug_redirect=redirections() if options.debug_rank is not None else "",
         )
+        place = Place(root=os.geteuid() == 0, names=self._names, token=self.token)
+        return build_command(self.mpi, options, place, shell.wrap(options.command))
 
     def start(self) -> None:
         if self.options.verbose:
@@ -253,7 +252,8 @@ class MpirunJob(FixedJob):
         return [line.decode(errors="replace") for line in self.pipes.said_early or ()]
 
     def close(self) -> None:
-        if self.failed:
+        heard = self.first_failure
+        if heard.closed or heard.trouble or self.ending is not None:
             self._signal_ranks(signal.SIGKILL)  # child processes that outlived their rank
         if self.process is not None:
             self.process.close()

@@ -143,10 +143,6 @@ class TorchPod:
     secret: str = field(default="", repr=False)  # of the job, if all pods have one
 
     @property
-    def first_rank(self) -> int:
-        return self.index * self.ranks_per_pod
-
-    @property
     def size(self) -> int:
         """The number of ranks of the job."""
         return self.pods * self.ranks_per_pod
