@@ -221,12 +221,13 @@ class Agent:
 
     def _job(self, job: dict[str, Any]) -> None:
         if self._told_before_job:
-            self._refuse("got a signal to end before the job began")
+            self.channel.send("refused", "got a signal to end before the job began")
             return
         try:
             system.enter(job["directory"])
         except OSError as error:
-            self._refuse(f"cannot enter {job['directory']}: {error.strerror}. {FOLDER_REMEDY}")
+            why = f"cannot enter {job['directory']}: {error.strerror}. {FOLDER_REMEDY}"
+            self.channel.send("refused", why)
             return
         if job["call"] is not None:
             self.folder.link(job["call"])
@@ -235,7 +236,7 @@ class Agent:
         try:
             self._variables.check_devices()
         except ConfigError as error:
-            self._refuse(f"cannot start its ranks: {error}")
+            self.channel.send("refused", f"cannot start its ranks: {error}")
             return
         self.loop.listen(self.folder.events_fd, lambda _fd: self._report_events())
         if job["elastic"]:  # Workers talk with the driver by the socket at which others meet.
@@ -248,10 +249,6 @@ class Agent:
                 "fail": meeting.rounds.fail, "finished": meeting.rounds.finish,
             }  # fmt: skip
         self.channel.send("ready")
-
-    def _refuse(self, clause: str) -> None:
-        """Tell the launcher why this host cannot take part, as a clause about the host."""
-        self.channel.send("refused", clause)
 
     def _part(self, name: str, data: bytes) -> None:
         self.folder.append(name, data)

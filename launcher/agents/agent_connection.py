@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlite.launcher.agents.channel import PROLOGUE, VERSION, Channel
+from hvdlite.launcher.agents.channel import PROLOGUE, Channel
 from hvdlite.launcher.processes.child import LeadingProcess
 from hvdlite.launcher.processes.event_loop import EventLoop
 
@@ -110,19 +109,3 @@ class AgentConnection:
         self.kill()
         if self.leader is not None:
             self.leader.close()
-
-
-def reason_to_refuse(hello: Mapping[str, Any], *, with_call: bool) -> str:
-    """Return why an agent cannot take part, as a clause about its host; empty where it can.
-
-    `with_call`: it is to run a function of hvdlite.run.
-    """
-    if hello["channel"] != VERSION:
-        return "has another version of hvdlite: install the same on all hosts"
-    theirs, ours = ("{}.{}".format(*version) for version in (hello["python"], sys.version_info))
-    if theirs == ours or not with_call:
-        return ""
-    return (
-        f"has Python {theirs}, and the function comes from Python {ours}: their bytecode differs, "
-        "so install the same minor version"
-    )

@@ -54,7 +54,7 @@ class AgentsJob(FixedJob, AgentUser):
             self._cluster = ClusterProcesses(
                 self, options.cluster, scheduler, self.agents, description
             )
-        self._meeting = MergedMeeting(options.size)
+        self._meeting = meeting = MergedMeeting(options.size)
         self._finished: list[int] = []  # Ranks that ended with code 0, which agents do not know.
         self._started = False
         self._ending = False
@@ -62,12 +62,8 @@ class AgentsJob(FixedJob, AgentUser):
         self._failure: JobOutcome | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "gathered": self._gathered,
-            "came": lambda agent, members, number, came: self._meeting.note(
-                members, number, agent.host.ranks, came
-            ),
-            "withdrawn": lambda agent, members, number: self._meeting.withdraw(
-                members, number, agent.host.ranks
-            ),
+            "came": lambda agent, among, n, came: meeting.note(among, n, agent.host.ranks, came),
+            "withdrawn": lambda agent, among, n: meeting.withdraw(among, n, agent.host.ranks),
         }
         # What is said of a rank, whichever agent has it.
         self._of_ranks: dict[str, Callable[..., None]] = {

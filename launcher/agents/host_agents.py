@@ -10,6 +10,7 @@ import math
 import shlex
 import shutil
 import signal
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,7 +18,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agents.channel import VERSION
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.hosts.ssh import MOST_AT_ONCE, agent_command, agent_path, ssh_command
 from hvdlite.launcher.jobs.job import Job
@@ -157,7 +159,11 @@ class HostAgents:
             case "hello":
                 self._hello(agent, *fields)
             case "ready":
-                self._ready(agent)
+                agent.ready = True
+                if self._counts:
+                    agent.send("count")
+                files = self._description.messages_of_files(agent.host)
+                agent.feed(files, lambda: self._supplied(agent))
             case "refused":
                 self._user.refused(agent, *fields)
             case "live":
@@ -170,16 +176,18 @@ class HostAgents:
         for gone in self._remains.pop(agent.host.name, []):
             self._tidy(gone, [])  # The numbers of its processes may be those of others by now.
         self.start()
-        if why := reason_to_refuse(hello, with_call=self._job.options.call is not None):
+        if hello["channel"] != VERSION:
+            why = "has another version of hvdlite: install the same on all hosts"
             self._user.refused(agent, why)
+            return
+        theirs, ours = ("{}.{}".format(*each) for each in (hello["python"], sys.version_info))
+        if theirs != ours and self._job.options.call is not None:
+            self._user.refused(agent, (
+                f"has Python {theirs}, and the function comes from Python {ours}: their bytecode "
+                "differs, so install the same minor version"
+            ))  # fmt: skip
         else:
             agent.send("job", self._description.for_host(agent.host))
-
-    def _ready(self, agent: AgentConnection) -> None:
-        agent.ready = True
-        if self._counts:
-            agent.send("count")
-        agent.feed(self._description.messages_of_files(agent.host), lambda: self._supplied(agent))
 
     def _supplied(self, agent: AgentConnection) -> None:
         if self.present.get(agent.host.name) is agent:

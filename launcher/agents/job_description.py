@@ -64,13 +64,32 @@ class JobDescription:
 
     def for_rank(self, host: AgentHost, rank: int) -> dict[str, Any]:
         """Return what the agent must know to start `rank`."""
-        options = self._options
+        options, pod = self._options, self._options.torch_pod
+        local_rank = host.ranks.index(rank)
+        place = self._places[options.ranks.index(rank)]
+        if pod is not None:
+            among = {"CROSS_RANK": pod.index, "CROSS_SIZE": pod.pods}
+            place = {**place, "RANK": rank, "SIZE": pod.size, **among}
+        variables = place_variables(place, options.as_horovod)
+        if options.cluster is not None:
+            variables |= {"HVDLITE_NODE_ID": f"worker{rank}", "HVDLITE_NODE_NUMBER": str(rank)}
+        if options.torchrun_env:
+            variables |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(options.size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(len(host.ranks)),
+            }
+        if options.launcher == SRUN:  # Slurm describes the task that is the agent.
+            variables |= {
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(local_rank),
+                **dict.fromkeys(SLURM_SIZES, str(options.num_proc)),
+            }
         debugged = options.debug_rank == rank
-        variables = self._place(host, rank)
         if options.debug_rank is not None and not debugged:
             # A debugger in this rank would find the end of its input, and end it.
             variables["PYTHONBREAKPOINT"] = "0"
-        local_rank = host.ranks.index(rank)
         return self.start(rank, local_rank, variables, terminals() if debugged else {})
 
     def for_server(self, key: int, number: int) -> dict[str, Any]:
@@ -89,31 +108,6 @@ class JobDescription:
             "rank": rank, "local_rank": local_rank, "command": list(self._options.command),
             "variables": dict(variables), "terminals": dict(terminals),
         }  # fmt: skip
-
-    def _place(self, host: AgentHost, rank: int) -> dict[str, str]:
-        local_rank = host.ranks.index(rank)
-        pod = self._options.torch_pod
-        place = self._places[self._options.ranks.index(rank)]
-        if pod is not None:
-            among = {"CROSS_RANK": pod.index, "CROSS_SIZE": pod.pods}
-            place = {**place, "RANK": rank, "SIZE": pod.size, **among}
-        variables = place_variables(place, self._options.as_horovod)
-        if self._options.cluster is not None:
-            variables |= {"HVDLITE_NODE_ID": f"worker{rank}", "HVDLITE_NODE_NUMBER": str(rank)}
-        if self._options.torchrun_env:
-            variables |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self._options.size),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(len(host.ranks)),
-            }
-        if self._options.launcher == SRUN:  # Slurm describes the task that is the agent.
-            variables |= {
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(local_rank),
-                **dict.fromkeys(SLURM_SIZES, str(self._options.num_proc)),
-            }
-        return variables
 
     # -- hvdlite.run: the call goes there, and the answers come back
 

@@ -119,19 +119,19 @@ class Conversation:
         self._unread = b""
         self._said: list[str] = []  # before Python has started, on standard output
         self._timer = Timer(self._give_up)
-        self._leader: LeadingProcess | None = None
+        self.leader: LeadingProcess | None = None  # To Python there.
 
     def ask(self, question: Mapping[str, Any]) -> None:
         """Send a question. It fits into the pipe, so this does not wait for the reader."""
         self.waits = True
         self._limit(ANSWER_SECONDS if self._runs else self._login_seconds)
-        if self._leader is None:
+        if self.leader is None:
             with interrupt_waits():
-                self._leader = LeadingProcess(
+                self.leader = LeadingProcess(
                     self._command, self._environ, self._loop, signal.SIGKILL, printed=self._hear
                 )
         with contextlib.suppress(BrokenPipeError):
-            self._leader.write(json.dumps(question).encode() + b"\n")
+            self.leader.write(json.dumps(question).encode() + b"\n")
         if self._has_ended:
             self._end()
 
@@ -157,10 +157,10 @@ class Conversation:
 
     def _end(self) -> None:
         """Conclude from the end of the process why there is no answer."""
-        if self.waits and self._leader is not None:
-            self._leader.wait(END_SECONDS)
-            said = "\n".join([*self._said, self._leader.said()])
-            self._fail(explain_agent(self.name, said, self._leader.code))
+        if self.waits and self.leader is not None:
+            self.leader.wait(END_SECONDS)
+            said = "\n".join([*self._said, self.leader.said()])
+            self._fail(explain_agent(self.name, said, self.leader.code))
 
     def _give_up(self) -> None:
         if self.waits:
@@ -171,20 +171,10 @@ class Conversation:
         self.failure = sentence
         self.waits = False
 
-    def let_end(self) -> None:
-        """Let the probe find the end of its input."""
-        if self._leader is not None:
-            self._leader.close_input()
-
-    def wait(self, deadline: float) -> None:
-        """Wait until the process has ended, at most until `deadline`."""
-        if self._leader is not None:
-            self._leader.wait(deadline - time.monotonic())
-
     def close(self) -> None:
         """Leave no process and no open file behind."""
-        if self._leader is not None:
-            self._leader.close()
+        if self.leader is not None:
+            self.leader.close()
 
 
 def _ask(
@@ -209,9 +199,11 @@ def _let_end(conversations: Sequence[Conversation]) -> None:
     """Let the probes find the end of their input, and give those that answered a moment."""
     deadline = time.monotonic() + END_SECONDS
     for each in conversations:
-        each.let_end()
+        if each.leader is not None:
+            each.leader.close_input()
     for each in _answered(conversations):
-        each.wait(deadline)
+        if each.leader is not None:
+            each.leader.wait(deadline - time.monotonic())
 
 
 def _command(host: Host, options: LaunchOptions, environ: Mapping[str, str]) -> list[str]:

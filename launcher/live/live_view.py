@@ -62,7 +62,11 @@ class LiveView:
         self._service: LocalService | None = None
         self._viewer: Viewer | None = None
         self._keyboard: Keyboard | None = None
-        self._shown = options.show and self._can_show()
+        if options.show:
+            check_rich()
+        self._shown = options.show and console.is_terminal(STREAM)
+        if options.show and not self._shown:
+            say("--live: standard error is no terminal, so no table is shown; slow ranks are named")
         self._servers: list[HttpServer] = []
         self._page: LivePage | None = None
         self._page_listener: socket.socket | None = None
@@ -74,15 +78,6 @@ class LiveView:
             self._serve_metrics(options.metrics_address, options.metrics_port)
         if options.counts:
             loop.call_after(LOOK_SECONDS, self._look)
-
-    def _can_show(self) -> bool:
-        check_rich()
-        if self._console.is_terminal(STREAM):
-            return True
-        self._say(
-            "--live: standard error is no terminal, so no table is shown; slow ranks are named"
-        )
-        return False
 
     def _serve_metrics(self, address: str, port: int) -> None:
         page = PrometheusPage(self.job, self._loop.now)

@@ -200,26 +200,23 @@ class RunningJobs:
         if self._looks:
             return
         self._looks = True
-        try:
-            self._connect(changed)
-        finally:
-            self._looks = False
-
-    def _connect(self, changed: Callable[[], None]) -> None:
         since = self._loop.now() - SILENT_SECONDS
         self._silent = {path: when for path, when in self._silent.items() if when > since}
         self._jobs = [job for job in self._jobs if job[0].open]
         self._asked = [each for each in self._asked if each.open]
         known = {each.path for each in (*self._asked, *(job[0] for job in self._jobs))}
         known.update(self._silent)
-        for path in find_jobs(known)[0]:
-            try:
-                connection = JobConnection(self._loop, path)
-            except Unreachable:
-                self._silent[path] = self._loop.now()
-            else:
-                self._asked.append(connection)
-                connection.ask([ABOUT], partial(self._told, connection, changed))
+        try:
+            for path in find_jobs(known)[0]:
+                try:
+                    connection = JobConnection(self._loop, path)
+                except Unreachable:
+                    self._silent[path] = self._loop.now()
+                else:
+                    self._asked.append(connection)
+                    connection.ask([ABOUT], partial(self._told, connection, changed))
+        finally:
+            self._looks = False
 
     def _told(self, connection: JobConnection, changed: Callable[[], None], about: Answer) -> None:
         if "error" not in about:  # Else it stays among those that are not asked again.

@@ -209,7 +209,7 @@ os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 try:
     probe.ask({})
 except KeyboardInterrupt:
-    print("interrupted", probe._leader.code)
+    print("interrupted", probe.leader.code)
 finally:
     probe.close()
 """
