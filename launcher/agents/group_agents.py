@@ -28,7 +28,6 @@ from hvdlite.launcher.platforms.batch_systems import (
     TASK_NUMBER,
     agents_command,
     agents_environment,
-    jsrun_command,
     resource_file,
 )
 from hvdlite.launcher.processes.child import LeadingProcess
@@ -173,7 +172,7 @@ def make_group(
         file.write(resource_file(used, threads_per_core()))
     return Group(
         name="jsrun",
-        command=lambda agent: jsrun_command(program, path, agent),
+        command=lambda agent: [program, "--erf_input", path, *agent],  # One for each line there.
         environ=environ,
         named_by=TASK_NUMBER,
         names=tuple(map(str, range(len(used)))),

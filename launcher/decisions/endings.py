@@ -126,9 +126,14 @@ class FirstFailure:
         for rank in [*self._suspects, *failed]:
             if rank in self.lost and rank not in self.raised:
                 return Failure(rank, 128 + signal.SIGKILL, lost=self.lost[rank])
-            code = self._code(rank)
-            if code == UNCAUGHT and self.causes.get(rank):
-                return self._by_exception(self.causes[rank])
+            code, cause = self._code(rank), self.causes.get(rank)
+            if code == UNCAUGHT and cause:
+                raised = (each for each, text in self.causes.items() if text == cause)
+                alike = tuple(sorted(each for each in raised if self._code(each) == UNCAUGHT))
+                if len(alike) == 1:
+                    return Failure(rank, UNCAUGHT, cause=cause)
+                others = {*self.started, *self.raised, *self.codes}.difference(alike)
+                return Failure(alike[0], UNCAUGHT, cause=cause, alike=alike, all_alike=not others)
             if code:
                 # After a signal or an exit of its own choice, what it printed before is no cause.
                 return Failure(rank, code, by_choice=code > 128 and rank in self.by_choice)
@@ -140,14 +145,6 @@ class FirstFailure:
         if rank in self.raised and (code is None or (self.closed and code in _BY_US)):
             return UNCAUGHT
         return code or 0
-
-    def _by_exception(self, cause: str) -> Failure:
-        raised = (rank for rank, text in self.causes.items() if text == cause)
-        alike = tuple(sorted(rank for rank in raised if self._code(rank) == UNCAUGHT))
-        if len(alike) == 1:
-            return Failure(alike[0], UNCAUGHT, cause=cause)
-        others = {*self.started, *self.raised, *self.codes}.difference(alike)
-        return Failure(alike[0], UNCAUGHT, cause=cause, alike=alike, all_alike=not others)
 
 
 # How a job is ended: which step comes when.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hvdlite.common.connections.loop import Loop, Timer
@@ -13,6 +13,9 @@ from hvdlite.launcher.live.job_view import RankView
 Answer = dict[str, Any]  # With an "error" where there is none.
 Done = Callable[[dict[int, Answer]], None]
 Later = Callable[[Answer], None]
+Ask = Callable[
+    [Sequence[Any], Later], None
+]  # Of one who looks: a request, and what gets the answer.
 SILENT = (
     "does not answer: it has not come to hvd.init() yet, or its Python stands still, such as in a "
     "library that never lets other threads run"

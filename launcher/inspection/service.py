@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from hvdlite.common.connections.listener import Listener, Refusal
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import FIRST_OWN, Claim, Party
 from hvdlite.launcher.inspection import runtime_folder
-from hvdlite.launcher.inspection.asking import Answer
+from hvdlite.launcher.inspection.asking import Answer, Ask
 
 LAUNCHER, VIEWER = "launcher", "viewer"  # The ends of a connection.
 # The kernel tells that the other end is of this user; there is nothing else to prove.
@@ -33,13 +33,11 @@ MOST_QUEUED = 1 << 24  # Bytes that a viewer has not read.
 STRANGER_SECONDS = 5.0
 TOUCH_SECONDS = 86400.0
 
-Make = Callable[[Sequence[Any], Callable[[Answer], None]], None]
-
 
 class LocalService:
     """Serves `make`, the requests of one job; where it cannot listen, it is said by `say`."""
 
-    def __init__(self, loop: Loop, make: Make, say: Callable[[str], None]) -> None:
+    def __init__(self, loop: Loop, make: Ask, say: Callable[[str], None]) -> None:
         self._loop, self._make = loop, make
         self._viewers: dict[Link, int] = {}  # With how many requests are open.
         self._path = ""

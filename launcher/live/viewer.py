@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.common.base.metrics import LONGEST_NAME
 from hvdlite.launcher.decisions.lines import spell_ranks
-from hvdlite.launcher.inspection.asking import Answer
+from hvdlite.launcher.inspection.asking import Answer, Ask
 from hvdlite.launcher.live.keyboard import DOWN, ENTER, ERASE, ERASE_ALL, ESCAPE, UP
 from hvdlite.launcher.live.snapshot import Snapshot
 from hvdlite.launcher.live.stragglers import spell
@@ -18,8 +18,6 @@ STEPS = 10  # Of a timeline.
 OUTSTANDING_SECONDS = 1.0  # From which on it is no usual wait.
 DIGIT_SECONDS = 2.0  # Digits that are typed within so long are of one number.
 KEYS = "rank: arrows, number | s: stack | t: tensor | w: timeline of 10 steps"
-
-Ask = Callable[[Sequence[Any], Callable[[Answer], None]], None]
 
 
 class Viewer:

@@ -200,7 +200,7 @@ def mpi_plugins(said: str) -> frozenset[str]:
     return frozenset(words)
 
 
-# IBM's jsrun, by pure functions: its hosts, its file of resources and its command line.
+# IBM's jsrun, by pure functions: its hosts, and its file of resources.
 #
 # LSF on machines with jsrun runs a job's script on a launch node, which is listed as the first
 # host, with one slot; only jsrun reaches the others, the compute nodes.
@@ -232,8 +232,3 @@ def resource_file(hosts: Sequence[Host], threads_per_core: int = 1) -> str:
         for number, host in enumerate(hosts)
     ]
     return "\n".join([HEADER, *lines, ""])
-
-
-def jsrun_command(program: str, resources: str, command: Sequence[str]) -> list[str]:
-    """Return the command that starts `command` once for each line of the file `resources`."""
-    return [program, "--erf_input", resources, *command]

@@ -1,11 +1,11 @@
-"""jsrun's hosts, its file of resources and its command line."""
+"""jsrun's hosts, and its file of resources."""
 
 from __future__ import annotations
 
 import pytest
 
 from hvdlite.launcher.hosts.hosts import parse_hosts
-from hvdlite.launcher.platforms.batch_systems import compute_hosts, jsrun_command, resource_file
+from hvdlite.launcher.platforms.batch_systems import compute_hosts, resource_file
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,3 @@ def test_a_file_of_resources(threads: int, last: tuple[int, int]) -> None:
         f"rank: 0: {{ hostname: h1; cpu: {{0-{last[0]}}} ; gpu: * ; mem: * }}\n"
         f"rank: 1: {{ hostname: h2; cpu: {{0-{last[1]}}} ; gpu: * ; mem: * }}\n"
     )
-
-
-def test_the_command_line() -> None:
-    assert jsrun_command("/opt/jsrun", "/tmp/r", ["python", "a.py"]) == [
-        "/opt/jsrun", "--erf_input", "/tmp/r", "python", "a.py",
-    ]  # fmt: skip
