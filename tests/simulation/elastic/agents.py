@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.launcher.agents import agent_connection, host_agents
+from hvdlite.launcher.agents import host_agents
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.commands import StartWorker
@@ -118,7 +118,7 @@ def around(job: ElasticJob) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (host_agents, "time", clock), (workers, "time", clock),
         (host_agents.HostAgents, "_begin", begin),
-        (agent_connection, "ssh_command", lambda host, words, *_: ["ssh", host, words]),
+        (host_agents, "ssh_command", lambda host, words, *_: ["ssh", host, words]),
         (host_agents, "LeadingProcess", lambda command, *_: Removal(job, command)),
         *stand_ins(job),
     ]  # fmt: skip
