@@ -78,27 +78,22 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
 
 def _run_elastic(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
     assert options.elastic is not None
-    _check_discovery_script(options.elastic.discovery_script, environ)
+    script = options.elastic.discovery_script
+    if script is not None and Path(script).is_file():
+        if not os.access(script, os.X_OK):
+            remedy = f"chmod +x {shlex.quote(script)}"
+            raise ConfigError(f"--host-discovery-script: {script} is not executable: {remedy}")
+    # What a line for a shell does is seen later.
+    elif script and len(script.split()) == 1 and not shutil.which(script, path=environ.get("PATH")):
+        raise ConfigError(
+            f"--host-discovery-script: there is no program {script} in the folder {os.getcwd()} or "
+            "in PATH: give the full path"
+        )
     passed = rank_environment(environ, None, options)
     options = replace(options, command=_command(options, passed))
     if options.verbose:
         say(f"sets {_changes(passed, environ)}")
     return ElasticJob(options, passed, environ).run()
-
-
-def _check_discovery_script(script: str | None, environ: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for a script that cannot run; what a shell's line does is seen later."""
-    if script is None:
-        return
-    if Path(script).is_file():
-        if not os.access(script, os.X_OK):
-            remedy = f"chmod +x {shlex.quote(script)}"
-            raise ConfigError(f"--host-discovery-script: {script} is not executable: {remedy}")
-    elif len(script.split()) == 1 and not shutil.which(script, path=environ.get("PATH")):
-        raise ConfigError(
-            f"--host-discovery-script: there is no program {script} in the folder {os.getcwd()} or "
-            "in PATH: give the full path"
-        )
 
 
 def _wait_for_names(options: LaunchOptions) -> JobOutcome | None:
