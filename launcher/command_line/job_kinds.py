@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
@@ -115,15 +115,14 @@ class ClusterOptions:
 
 
 def cluster_options(
-    config: Config, flags: Iterable[str], launcher: str, *, elastic: bool, in_pods: bool
+    args: argparse.Namespace, config: Config, launcher: str, elastic: bool, in_pods: bool
 ) -> ClusterOptions | None:
     """Return the options of the cluster; None without servers.
 
-    `flags` are the names of the settings that are flags or keys of the config file of this job.
     Raises `ConfigError` for what contradicts servers.
     """
     if not config.ps_servers:
-        given = [name for name in ONLY_WITH_SERVERS if name in flags]
+        given = [name for name in ONLY_WITH_SERVERS if getattr(args, name, None) is not None]
         if given:
             flag = given[0].removesuffix("_seconds").replace("_", "-")
             raise ConfigError(f"--{flag} needs --ps-servers: this job has no server")

@@ -131,7 +131,6 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     allocation = None if named or torch_pod else find_allocation(environ)
     hosts = given or _hosts_of(allocation, args.num_proc)
     notes = list(args.notes)
-    _join_interfaces(args)
     variables = _variables(args, environ, notes)
     live = live_options(args)
     if live.counts:
@@ -140,7 +139,9 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     if args.timeline_mark_cycles == "1" and not config.timeline:
         raise ConfigError("--timeline-mark-cycles needs --timeline-filename")
     if args.debug_rank is not None:
-        variables |= _patience(config)
+        names = {entry.name: entry.variable for entry in settings()}
+        unset = [name for name in PATIENCE if name not in config.given]
+        variables |= {names[name]: PATIENCE[name] for name in unset}
     launcher = SSH if elastic else _launcher(args, config, allocation, environ)
     allocation = _usable(allocation, launcher)
     if launcher != MPIRUN and allocation is not None:
@@ -170,7 +171,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         binding_args=words_of(args.binding_args or "", "--binding-args"),
         notes=tuple(notes),
         elastic=elastic_options(args, config, num_proc) if elastic else None,
-        cluster=_cluster(args, config, launcher, elastic=elastic, in_pods=torch_pod is not None),
+        cluster=cluster_options(args, config, launcher, elastic, torch_pod is not None),
         live=live,
         **{name: getattr(args, name) for name in AS_GIVEN},
     )
@@ -189,19 +190,6 @@ def _launcher(
         "--binding-args": args.binding_args is not None,
     }
     return choose_launcher(config, given, allocation, environ)
-
-
-def _cluster(
-    args: argparse.Namespace, config: Config, launcher: str, *, elastic: bool, in_pods: bool
-) -> ClusterOptions | None:
-    given = [entry.name for entry in settings() if getattr(args, entry.name, None) is not None]
-    return cluster_options(config, given, launcher, elastic=elastic, in_pods=in_pods)
-
-
-def _patience(config: Config) -> dict[str, str]:
-    """Return variables that let ranks wait for one that is being debugged, where nothing is set."""
-    variables = {entry.name: entry.variable for entry in settings()}
-    return {variables[name]: text for name, text in PATIENCE.items() if name not in config.given}
 
 
 def _hosts(args: argparse.Namespace, pod: LauncherPod | None) -> tuple[Host, ...]:
@@ -249,6 +237,12 @@ def _variables(
     args: argparse.Namespace, environ: Mapping[str, str], notes: list[str]
 ) -> dict[str, str]:
     """Return the variables by which flags win over the config file, and it over `environ`."""
+    if args.network_interface:  # Is written as --network-interfaces.
+        if args.network_interfaces is not None:
+            raise ConfigError(
+                "--network-interface contradicts --network-interfaces: give one of them"
+            )
+        args.network_interfaces = ",".join(args.network_interface)
     given = {}
     for entry in settings():
         text = getattr(args, entry.name, None)
@@ -274,15 +268,6 @@ def _winning(given: Mapping[str, str], others: Collection[str]) -> dict[str, str
     if not given.keys().isdisjoint(("stall_warning_seconds", "stall_shutdown_seconds")):
         more["stall_check_disable"] = "0"
     return {name: text for name, text in more.items() if name in others} | dict(given)
-
-
-def _join_interfaces(args: argparse.Namespace) -> None:
-    """Write what --network-interface names as --network-interfaces."""
-    if not args.network_interface:
-        return
-    if args.network_interfaces is not None:
-        raise ConfigError("--network-interface contradicts --network-interfaces: give one of them")
-    args.network_interfaces = ",".join(args.network_interface)
 
 
 def _check(options: LaunchOptions, config: Config) -> None:
