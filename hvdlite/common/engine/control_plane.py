@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.collectives.between_hosts.carried import add_up
@@ -32,7 +32,6 @@ from hvdlite.common.requests.messages import (
     Orders,
     Report,
     Reports,
-    Request,
     Retune,
     StackQuery,
     StackReply,
@@ -98,7 +97,10 @@ class ControlPlane:
                 threshold_bytes=config.fusion_threshold_bytes,
                 keep_groups=config.disable_group_fusion,
                 sets=sets,
-                add_up=self._add_up,
+                # The sum of what members have sent inside their requests.
+                add_up=lambda request, ranks, data: add_up(
+                    request, ranks, transport.topology.restrict(tuple(ranks)), data
+                ),
             )
         self.stalls = StallWatch(
             config, links, self._coordinator, self._aggregator, self.pass_on, clock
@@ -108,7 +110,7 @@ class ControlPlane:
             Orders: self._on_orders,
             Abort: _raise_reason,
             Depart: lambda message: self.depart(message.rank, message.reason),
-            Capabilities: self._on_capabilities,
+            Capabilities: self.on_capabilities,
             StackQuery: self.stalls.on_stack_query,
             StackReply: self.stalls.on_stack_reply,
             WaitQuery: self.stalls.on_wait_query,
@@ -117,11 +119,6 @@ class ControlPlane:
             ClockQuery: self.clock_offset.on_query,
             ClockReply: self.clock_offset.on_reply,
         }
-
-    def _add_up(self, request: Request, ranks: Sequence[int], data: Mapping[int, bytes]) -> bytes:
-        """Return the sum of what members have sent inside their requests."""
-        topology = self._transport.topology.restrict(tuple(ranks))
-        return add_up(request, ranks, topology, data)
 
     @property
     def finished(self) -> bool:
@@ -174,10 +171,6 @@ class ControlPlane:
         assert self._coordinator is not None
         self._coordinator.announce(figures)
 
-    def tell_capabilities(self, runs: tuple[str, ...]) -> None:
-        """Tell rank 0 what the device libraries of this rank run."""
-        self._on_capabilities(Capabilities(self._rank, runs))
-
     def pass_on(self) -> None:
         """Send what the coordinator or the aggregator of this rank has decided."""
         if self._coordinator is not None:
@@ -205,24 +198,18 @@ class ControlPlane:
     # -- messages
 
     def _handle(self, rank: int, body: bytes | None) -> None:
-        if body is None:
-            if rank in self._neighbours and not self._needed_by_nobody(rank):
+        if body is not None:
+            message = decode(body, rank)
+            self._handlers[type(message)](message)
+        elif rank in self._neighbours:
+            # The engine of a rank serves those that report by way of it after its own departure.
+            is_parent = not self._tree.is_root and rank == self._tree.parent
+            below = self._tree.subtree if is_parent else self._tree.subtree_of(rank)
+            has_departed = rank in self._departed
+            if not (has_departed and below <= self._departed):
                 self._lost.add(rank)
                 log.debug("rank %d: the connection to rank %d was closed", self._rank, rank)
-                has_departed = rank in self._departed
-                raise PeerLostError((_end_text if has_departed else _loss_text)(rank), rank=rank)
-            return
-        message = decode(body, rank)
-        self._handlers[type(message)](message)
-
-    def _needed_by_nobody(self, rank: int) -> bool:
-        """Return whether a neighbour, and all ranks that report by way of it, have departed.
-
-        The engine of a rank serves those below it after its own departure.
-        """
-        is_parent = not self._tree.is_root and rank == self._tree.parent
-        below = self._tree.subtree if is_parent else self._tree.subtree_of(rank)
-        return rank in self._departed and below <= self._departed
+                raise PeerLostError(_loss_text(rank, departed=has_departed), rank=rank)
 
     def _on_orders(self, message: Orders) -> None:
         for order in message.orders:
@@ -234,7 +221,8 @@ class ControlPlane:
         self.orders.extend(message.orders)
         self._links.send_down(message)
 
-    def _on_capabilities(self, message: Capabilities) -> None:
+    def on_capabilities(self, message: Capabilities) -> None:
+        """Tell rank 0 what the device libraries of this rank, or one below, run."""
         if self._coordinator is None:
             self._links.send_up(message)
             return
@@ -266,7 +254,7 @@ class ControlPlane:
                     if message is None and rank in self._neighbours - self._departed:
                         self._lost.add(rank)
                         if rank != lost.rank:
-                            return HorovodInternalError(_loss_text(rank), rank=rank)
+                            return HorovodInternalError(_loss_text(rank, departed=False), rank=rank)
                     elif message is None and rank == lost.rank:
                         self._lost.add(rank)
         except Exception as second:  # A second failure adds nothing to the first.
@@ -309,14 +297,12 @@ def _reason_of(message: Abort) -> HorovodInternalError:
     return HorovodInternalError(message.reason, rank=None if message.rank < 0 else message.rank)
 
 
-def _loss_text(rank: int) -> str:
-    return (
-        f"rank {rank} is gone: its process died, or left without shutting down. "
-        "See the output of that rank for the reason"
-    )
-
-
-def _end_text(rank: int) -> str:
+def _loss_text(rank: int, *, departed: bool) -> str:
+    if not departed:
+        return (
+            f"rank {rank} is gone: its process died, or left without shutting down. "
+            "See the output of that rank for the reason"
+        )
     return (
         f"the process of rank {rank} has ended after hvd.shutdown(), before the ranks that its "
         "engine serves had shut down: end it by sys.exit(), or by the end of the script, which "

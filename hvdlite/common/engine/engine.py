@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import (
@@ -23,7 +24,7 @@ from hvdlite.common.base.errors import (
     PeerLostError,
     StalledError,
 )
-from hvdlite.common.collectives.backend_choice import Backends, build_backends
+from hvdlite.common.collectives.backend_choice import build_backends
 from hvdlite.common.collectives.between_hosts.costs import Model
 from hvdlite.common.collectives.between_hosts.model_file import chosen_model
 from hvdlite.common.collectives.native.collectives import MOST_RANKS
@@ -37,16 +38,18 @@ from hvdlite.common.devices.data_plane import DevicePlane
 from hvdlite.common.devices.hierarchy import HostPaths
 from hvdlite.common.devices.libraries import find_libraries
 from hvdlite.common.engine.control_plane import ControlPlane
-from hvdlite.common.engine.executor import CarriedData, Executor
+from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.inbox import Inbox, waking_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.engine.short_calls import ShortCalls
 from hvdlite.common.requests.entries import Bundle, Entry, Observer
 from hvdlite.common.requests.messages import (
+    Capabilities,
     DeviceRuns,
     Eviction,
     Figures,
+    LauncherOrder,
     Order,
     Response,
     Retune,
@@ -95,7 +98,8 @@ class Engine:
         self._control_plane = ControlPlane(
             transport, config, timeline, self._memory, self.process_sets, clock
         )
-        self._backends = build_backends(transport, config)
+        # They run collectives. Only the engine thread may run one.
+        self.backends = build_backends(transport, config)
         if self.rank == ROOT and len(self.topology.hosts) > 1:
             model = chosen_model(config.network_model)
             if model != Model():
@@ -105,7 +109,7 @@ class Engine:
         self.devices = DevicePlane(
             self.topology.local_rank(self.rank),
             libraries,
-            HostPaths(self._backends),
+            HostPaths(self.backends),
             completes_on_host=config.device_completion == "host",
             negotiate=self._negotiate_meanwhile,
             on_error=self._note_device_error,
@@ -115,14 +119,13 @@ class Engine:
         # Set by the finalizer thread of a device, whose library has failed.
         self._device_error: HorovodInternalError | None = None
         self._executor = Executor(
-            self.rank, self.topology, self._backends, timeline, self.devices,
+            self.rank, self.topology, self.backends, timeline, self.devices,
             shows_at_launch=config.autotune,
         )  # fmt: skip
         # What the ranks choose by must not change while they report: autotuning changes it.
         if len(self.topology.hosts) > 1 and not config.autotune:
-            carried = CarriedData(self.rank, self._executor, self.process_sets)
-            self._memory.data_of = carried.of
-        self._launcher_orders: deque[tuple[int, str]] = deque()  # To be passed on.
+            self._memory.data_of = partial(self._executor.carried_data, self.process_sets)
+        self._launcher_orders: deque[LauncherOrder] = deque()  # To be passed on.
         self._debug = log.isEnabledFor(logging.DEBUG)
         # Set by `shutdown`. The engine thread then asks the coordinator once for the departure.
         self._shutdown_requested = threading.Event()
@@ -244,11 +247,6 @@ class Engine:
         return not (seen or self._shutdown_requested.is_set() or self._pending.joined)
 
     @property
-    def backends(self) -> Backends:
-        """The backends that run collectives. Only the engine thread may run one."""
-        return self._backends
-
-    @property
     def reported(self) -> tuple[int, int]:
         """How many tensors were reported to the coordinator, and how many of them by a bit."""
         return self._memory.reported, self._memory.reported_by_bit
@@ -264,7 +262,7 @@ class Engine:
     def pass_launcher_order(self, rank: int, line: str) -> None:
         """Pass an order of the launcher on to a rank, or to EVERY_RANK; any thread, never waits."""
         if not self.departed.is_set():
-            self._launcher_orders.append((rank, line))
+            self._launcher_orders.append(LauncherOrder(rank, line))
             self._transport.wake()
 
     def outstanding(self) -> list[tuple[str, float]]:
@@ -333,7 +331,7 @@ class Engine:
             log.debug("rank %d: the engine starts; hosts %s", self.rank, self.topology.hosts)
             self._control_plane.clock_offset.ask()
             if self._capabilities:
-                self._control_plane.tell_capabilities(self._capabilities)
+                self._control_plane.on_capabilities(Capabilities(self.rank, self._capabilities))
             while not self._control_plane.finished:
                 self._cycle()
             self._close(HorovodInternalError(SHUT_DOWN))
@@ -419,7 +417,7 @@ class Engine:
         More may gather before, where this thread has no order to execute meanwhile.
         """
         while self._launcher_orders:
-            self._control_plane.launcher_orders.send(*self._launcher_orders.popleft())
+            self._control_plane.launcher_orders.on_order(self._launcher_orders.popleft())
         departs = self._shutdown_requested.is_set()
         entries = self._inbox.drain(everything=departs, gathers=gathers)
         if entries:
@@ -450,9 +448,15 @@ class Engine:
             if unanswered:
                 self._control_plane.report(self._memory.reports(unanswered))
         elif isinstance(order, Retune):
-            self._retune(order)
+            log.debug("rank %d: from here on %s", self.rank, order)
+            self._inbox.gather_for(order.cycle_time_ms / 1000)
+            self._executor.retune(order.allreduce, order.piece_bytes)
+            if self._short_calls is not None:
+                self._short_calls.forget()
+            if self._autotuning is not None:
+                self._autotuning.settings_applied()
         elif isinstance(order, Figures):
-            self._backends.choice.set_model(Model(*order.values))
+            self.backends.choice.set_model(Model(*order.values))
         elif isinstance(order, DeviceRuns):
             self.devices.agreement.follow(order.runs)
         elif order.rank == self.rank:
@@ -536,15 +540,6 @@ class Engine:
             entry.handle.fail(
                 HorovodInternalError(f"'{entry.request.name}': Process set has been removed")
             )
-
-    def _retune(self, retune: Retune) -> None:
-        log.debug("rank %d: from here on %s", self.rank, retune)
-        self._inbox.gather_for(retune.cycle_time_ms / 1000)
-        self._executor.retune(retune.allreduce, retune.piece_bytes)
-        if self._short_calls is not None:
-            self._short_calls.forget()
-        if self._autotuning is not None:
-            self._autotuning.settings_applied()
 
     # -- closing
 

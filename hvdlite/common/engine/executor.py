@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -101,6 +102,27 @@ class Executor:
         dtype, backend_of = numpy_dtype(request.dtype), SPECS[request.collective].backend_of
         return choose(self._backends, backend_of, dtype, reduce_op, members)
 
+    def carried_data(self, process_sets: ProcessSetTable, entry: Entry) -> bytes | None:
+        """Return the data of an entry that go with its request, or None.
+
+        That are those whose sum is the same wherever it is added up: see [Note: data inside
+        requests].
+        """
+        request = entry.request
+        ranks = process_sets.find(request.process_set_id)
+        if ranks is None or self._rank not in ranks:
+            return None
+        members = self.members_of(ranks)
+        if not may_be_carried(request, entry.size_bytes, members.topology):
+            return None
+        try:
+            backend = self.backend(request, members)
+        except (ConfigError, HorovodInternalError):  # The call fails when it runs, on all ranks.
+            return None
+        if not isinstance(backend, HostsBackend) or not backend.doubles(members, entry.size_bytes):
+            return None
+        return entry.input.tobytes()
+
     def run(
         self,
         ranks: tuple[int, ...],
@@ -128,7 +150,10 @@ class Executor:
                 for response, entry in zip(responses, entries, strict=True)
             ]
         try:
-            backend = self._choose(request, members)
+            key = request.collective, request.dtype, request.reduce_op, members.ranks
+            backend = self._chosen.get(key)
+            if backend is None:
+                backend = self._chosen[key] = self.backend(request, members)
         except (ConfigError, HorovodInternalError) as error:  # All ranks fail alike: they go on.
             for entry in present:
                 entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
@@ -146,7 +171,9 @@ class Executor:
                 output = operands[0].output(request.shape)
                 np.copyto(output, np.frombuffer(result, output.dtype))
             else:
-                run = CollectiveRun(backend, members, operands, self._activity(names))
+                run = CollectiveRun(
+                    backend, members, operands, partial(self._timeline.activity, names)
+                )
                 self._run(request, run)
         if self.observers:
             self._show_run(members, responses, present, start)
@@ -210,14 +237,6 @@ class Executor:
         self._chosen.clear()
         self._backends.retune(allreduce, piece_bytes)
 
-    def _choose(self, request: Request, members: Members) -> Backend:
-        key = request.collective, request.dtype, request.reduce_op, members.ranks
-        backend = self._chosen.get(key)
-        if backend is None:
-            backend = self.backend(request, members)
-            self._chosen[key] = backend
-        return backend
-
     def _run(self, request: Request, run: CollectiveRun) -> None:
         """Run a collective. Raises `HorovodInternalError`, which names the rank at fault."""
         run_collective = SPECS[request.collective].run
@@ -247,9 +266,6 @@ class Executor:
             self._logged.add(fields)
             log.debug("rank %d: %s of %s is run by %s among %s", self._rank, *fields)
 
-    def _activity(self, names: list[str]) -> Any:
-        return lambda activity: self._timeline.activity(names, activity)
-
 
 class _Recorded:
     """A context manager that shows a segment in the timeline, from its start to its end."""
@@ -271,30 +287,3 @@ class _Recorded:
                 request = response.request
                 self._timeline.end(request.name, request.dtype, request.shape)
             self._timeline.segment_end()
-
-
-# What a rank sends inside its requests; see [Note: data inside requests].
-
-
-class CarriedData:
-    """The data of entries that go with their requests. Used by the engine thread."""
-
-    def __init__(self, rank: int, executor: Executor, process_sets: ProcessSetTable) -> None:
-        self._rank, self._executor, self._process_sets = rank, executor, process_sets
-
-    def of(self, entry: Entry) -> bytes | None:
-        """Return the data of an entry whose sum is the same wherever it is added up, or None."""
-        request = entry.request
-        ranks = self._process_sets.find(request.process_set_id)
-        if ranks is None or self._rank not in ranks:
-            return None
-        members = self._executor.members_of(ranks)
-        if not may_be_carried(request, entry.size_bytes, members.topology):
-            return None
-        try:
-            backend = self._executor.backend(request, members)
-        except (ConfigError, HorovodInternalError):  # The call fails when it runs, on all ranks.
-            return None
-        if not isinstance(backend, HostsBackend) or not backend.doubles(members, entry.size_bytes):
-            return None
-        return entry.input.tobytes()

@@ -6,10 +6,9 @@ Owned by the engine thread. The theory of operation in coordinator.py explains b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import NamedTuple
 
 from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet
 from hvdlite.common.base.errors import ProtocolError
@@ -32,21 +31,14 @@ log = logging.getLogger("hvdlite")
 _MOST_SEGMENTS = 1024  # That are remembered as a whole, in each process set.
 
 
-class _Answers(NamedTuple):
-    """The answers of a segment, and where the entries of this rank are pending."""
-
-    responses: list[Response]
-    keys: list[Key]
-
-
 class _SetMemory:
     """The answers that this rank remembers in one process set."""
 
     def __init__(self) -> None:
         self.cache = ResponseCache()
-        # The answers of segments that consist of bits, since a step has the segments of the last.
-        # Emptied when what a bit stands for changes.
-        self._segments: dict[tuple[Response | int, ...], _Answers] = {}
+        # The answers of segments that consist of bits, and the keys of their entries: a step has
+        # the segments of the last. Emptied when what a bit stands for changes.
+        self._segments: dict[tuple[Response | int, ...], tuple[list[Response], list[Key]]] = {}
         # How many joins of all members are complete.
         self.joins = 0
         # Set from the report of this rank's join to its answer: an eviction repeats the report.
@@ -67,14 +59,17 @@ class _SetMemory:
         )  # fmt: skip
         return entry.request._replace(shape=(self.joins, self.cache.evictions))
 
-    def answers(self, items: tuple[Response | int, ...]) -> _Answers:
-        """Return the answers of a segment with these items. Raises `ProtocolError`."""
+    def answers(self, items: tuple[Response | int, ...]) -> tuple[list[Response], list[Key]]:
+        """Return the answers of a segment with these items, and the keys of their entries.
+
+        Raises `ProtocolError`.
+        """
         known = self._segments.get(items)
         if known is not None:
             return known
         cache = self.cache
         responses = [_recall(cache, i) if isinstance(i, int) else i for i in items]
-        answers = _Answers(responses, [key_of(response.request) for response in responses])
+        answers = responses, [key_of(response.request) for response in responses]
         if all(isinstance(item, int) for item in items):
             if len(self._segments) >= _MOST_SEGMENTS:
                 self._segments.clear()
@@ -108,15 +103,6 @@ class ResponseMemory:
 
         Only a tensor that is reported alone has its data with it: many are sooner reduced together.
         """
-        reports = self._reports(entries)
-        if self.data_of is None or len(entries) != 1 or entries[0].sent_bit == NO_BIT:
-            return reports
-        data = self.data_of(entries[0])
-        if data is None:
-            return reports
-        return (reports[0]._replace(carried=(Carried(entries[0].sent_bit, self._rank, data),)),)
-
-    def _reports(self, entries: Iterable[Entry]) -> tuple[Report, ...]:
         sets: dict[int, tuple[list[int], list[Request]]] = {}
         last, find = -1, None
         for entry in entries:
@@ -135,10 +121,16 @@ class ResponseMemory:
         for bits, requests in sets.values():
             self.reported += len(bits) + len(requests)
             self.reported_by_bit += len(bits)
-        return tuple(
+        reports = tuple(
             Report(process_set_id, (self._rank,), _bit_set(tuple(bits)), tuple(requests))
             for process_set_id, (bits, requests) in sets.items()
         )
+        if self.data_of is None or len(entries) != 1 or entries[0].sent_bit == NO_BIT:
+            return reports
+        data = self.data_of(entries[0])
+        if data is None:
+            return reports
+        return (reports[0]._replace(carried=(Carried(entries[0].sent_bit, self._rank, data),)),)
 
     def resolve(self, segment: Segment) -> tuple[list[Response], list[Entry | None]]:
         """Return the answers of a segment and this rank's entries; None if this rank has joined.

@@ -41,14 +41,15 @@ class TreeLinks:
     def send_down(self, message: Message) -> None:
         children = self.tree.children
         if not isinstance(message, Orders):  # A rank must still receive its own Departed.
-            children = tuple(child for child in children if not self._has_ended(child))
+            # The engine of a child that has departed serves those below it that have not.
+            children = tuple(
+                child
+                for child in children
+                if child not in self.departed or not self.tree.subtree_of(child) <= self.departed
+            )
         body = encode(message) if children else b""
         for child in children:
             self._transport.send(child, body)
-
-    def _has_ended(self, child: int) -> bool:
-        """Return whether a child and all below it, which its engine serves, have departed."""
-        return child in self.departed and self.tree.subtree_of(child) <= self.departed
 
 
 class ClockOffset:
@@ -100,10 +101,6 @@ class LauncherOrders:
         self._links = links
         self._early: deque[str] = deque()  # Those for this rank that came before `take`.
         self._take: Callable[[str], None] | None = None
-
-    def send(self, rank: int, line: str) -> None:
-        """Give an order to a rank, or to EVERY_RANK."""
-        self.on_order(LauncherOrder(rank, line))
 
     def take(self, take: Callable[[str], None]) -> None:
         """Let ``take(line)`` have the orders for this rank, from any thread."""
