@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from hvdlite.common.base.errors import (
@@ -19,9 +19,8 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.start_wait import spell_ranks
 from hvdlite.common.requests.messages import PROTOCOL_VERSION, installed_version
-from hvdlite.common.transport.local import LocalMesh
+from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.rendezvous import TOKEN_BYTES, Meeting, Peer, listen, meet
-from hvdlite.common.transport.shared_memory import create_memory
 
 HELLO = struct.Struct("<8sI52s")  # MAGIC, protocol version, version of hvdlite.
 MAGIC = b"hvdlite\0"
@@ -125,7 +124,11 @@ class Gathering:
         return b"1" if len(self._ranks) == 1 or self._place is not None else b"0"
 
     def split(self, answers: Sequence[bytes]) -> Topology:
-        topology = _split(self._hosts.values(), answers)
+        hosts: list[tuple[int, ...]] = []
+        for ranks in self._hosts.values():  # Those of a host are apart unless all of them listen.
+            seen = all(answers[rank] == b"1" for rank in ranks)
+            hosts += [tuple(ranks)] if seen else [(rank,) for rank in ranks]
+        topology = Topology(tuple(sorted(hosts)))
         together = topology.peers(self._rank)
         if len(together) < len(self._ranks) and self._rank == self._ranks[0]:
             log.warning(
@@ -169,15 +172,6 @@ class Gathering:
 def _told(error: Exception) -> HorovodInternalError:
     """Return an error as the other ranks are told it: they need not wait for this one."""
     return error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
-
-
-def _split(hosts: Iterable[Sequence[int]], answers: Sequence[bytes]) -> Topology:
-    """Return the topology: the ranks of a host are apart unless all of them listen."""
-    together: list[tuple[int, ...]] = []
-    for ranks in hosts:
-        seen = all(answers[rank] == b"1" for rank in ranks)
-        together += [tuple(ranks)] if seen else [(rank,) for rank in ranks]
-    return Topology(tuple(sorted(together)))
 
 
 def raise_first(

@@ -142,9 +142,6 @@ class MpiTransport:
             messages = self._poll(0.0 if self._mesh.woken else timeout)
             self._mesh.woken = False
             return messages
-        return self._receive_from_any_host(timeout)
-
-    def _receive_from_any_host(self, timeout: float | None) -> list[Incoming]:
         deadline = None if timeout is None else time.monotonic() + timeout
         messages = self._poll(0.0)
         backoff = Backoff()
@@ -152,17 +149,13 @@ class MpiTransport:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
-            messages = self._poll(self._pause(backoff, left))
+            seconds = backoff.seconds() if left is None else min(backoff.seconds(), left)
+            if seconds < POLL_RESOLUTION:  # Too short for poll().
+                time.sleep(seconds)
+                seconds = 0.0
+            messages = self._poll(seconds)
         self._mesh.woken = False
         return messages
-
-    def _pause(self, backoff: Backoff, left: float | None) -> float:
-        """Return how long to sleep in poll(); times too short for poll() are slept here."""
-        seconds = backoff.seconds() if left is None else min(backoff.seconds(), left)
-        if seconds >= POLL_RESOLUTION:
-            return seconds
-        time.sleep(seconds)
-        return 0.0
 
     def _poll(self, timeout: float | None) -> list[Incoming]:
         """Return all messages that are there; if there are none, sleep for local ones."""
@@ -259,27 +252,23 @@ class MpiTransport:
     # -- shared memory
 
     def await_signal(self, rank: int) -> None:
-        if self._keep_moving():
-            self._mesh.await_signal(rank, self._negotiate_and_move(), POLL_RESOLUTION)
-        else:
+        if not self._keep_moving():
             self._mesh.await_signal(rank, self._negotiate)
+            return
+        backoff = Backoff()
+
+        def negotiate_and_move() -> None:  # May be called more often than every CHECK_SECONDS.
+            self._keep_moving()
+            if backoff.check_is_due():
+                self._negotiate()
+
+        self._mesh.await_signal(rank, negotiate_and_move, POLL_RESOLUTION)
 
     def _keep_moving(self) -> bool:
         """Return whether arrays are in flight between hosts: MPI moves them only within calls."""
         while self._moving and self._moving[0].done():
             self._moving.popleft()
         return bool(self._moving)
-
-    def _negotiate_and_move(self) -> Callable[[], None]:
-        """Return a function that a wait may call more often than every CHECK_SECONDS."""
-        backoff = Backoff()
-
-        def negotiate_and_move() -> None:
-            self._keep_moving()
-            if backoff.check_is_due():
-                self._negotiate()
-
-        return negotiate_and_move
 
     # -- closing
 

@@ -67,16 +67,12 @@ class RemoteFailures:
         # collective, and would wait for dead ranks.
         self.occurred = False
         self._next_search = 0.0  # Monotonic seconds.
-        self._detects = self._can_detect()
-        self._deaths = {getattr(mpi, name, -1) for name in _DEATHS}
-
-    def _can_detect(self) -> bool:
-        """Return whether this MPI tells which ranks have died."""
+        self._detects = True  # Whether this MPI tells which ranks have died.
         try:
-            self._comm.Get_failed().Free()
-        except (self._mpi.Exception, NotImplementedError):
-            return False
-        return True
+            comm.Get_failed().Free()
+        except (mpi.Exception, NotImplementedError):
+            self._detects = False
+        self._deaths = {getattr(mpi, name, -1) for name in _DEATHS}
 
     def dead(self) -> set[int]:
         """Return the ranks that MPI knows to be dead."""
@@ -174,7 +170,13 @@ class RemoteMessages:
                 self._receives.append((request, status.source, status.tag, body))
             while self._receives and self._receives[0][0].Test():
                 _, rank, tag, body = self._receives.popleft()
-                messages.append(self._incoming(rank, tag, bytes(body)))
+                if tag == BODY:
+                    messages.append(Incoming(rank, bytes(body)))
+                elif tag == GOODBYE and not body:
+                    self._lost.add(rank)
+                    messages.append(Incoming(rank, None))
+                else:
+                    raise ProtocolError(f"rank {rank} sent a foreign message, tag {tag}", rank)
         except mpi.Exception as error:
             self._failures.check_is_death(error, None)
             dead = self._failures.dead()
@@ -183,14 +185,6 @@ class RemoteMessages:
             self._lost.add(rank)
             messages.append(Incoming(rank, None))
         return messages
-
-    def _incoming(self, rank: int, tag: int, body: bytes) -> Incoming:
-        if tag == BODY:
-            return Incoming(rank, body)
-        if tag != GOODBYE or body:
-            raise ProtocolError(f"rank {rank} sent a foreign message, tag {tag}", rank)
-        self._lost.add(rank)
-        return Incoming(rank, None)
 
     def progress(self) -> None:
         """Forget the messages that were sent completely."""

@@ -51,7 +51,9 @@ class WakeUp:
                 return
             if within > 0:
                 self._timer_set = True
-                _libc.timerfd_settime(self._timer, 0, ctypes.byref(_after(within)), None)
+                whole, rest = divmod(max(1, int(within * 1e9)), 10**9)
+                after = _Time(0, 0, whole, rest)
+                _libc.timerfd_settime(self._timer, 0, ctypes.byref(after), None)
             else:
                 _libc.eventfd_write(self._event, 1)
 
@@ -79,11 +81,6 @@ class WakeUp:
         # A thread that does not exist in the child may hold the lock.
         self._lock = threading.RLock()
         self.close()
-
-
-def _after(seconds: float) -> _Time:
-    whole, rest = divmod(max(1, int(seconds * 1e9)), 10**9)
-    return _Time(0, 0, whole, rest)
 
 
 _NEVER = _Time(0, 0, 0, 0)

@@ -20,10 +20,9 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.transport.base import Incoming, do_nothing
 from hvdlite.common.transport.framing import HEADER, MAGIC, Assembler, frames
 from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorld
-from hvdlite.common.transport.local import LocalMesh
+from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.mpi_messages import Backoff
 from hvdlite.common.transport.rendezvous import Meeting, listen, meet
-from hvdlite.common.transport.shared_memory import create_memory
 from tests.ranks import run_threads
 from tests.worlds import TCP, TcpWorld
 

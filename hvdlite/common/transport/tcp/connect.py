@@ -73,7 +73,10 @@ def connect(
     and `HorovodVersionMismatchError`.
     """
     with ExitStack() as stack:
-        hosts = _hosts(exchange, host) if known is None else known.hosts
+        if known is not None:
+            hosts = known.hosts
+        else:
+            hosts = [name.decode() for name in exchange_versions(exchange, host.encode())]
         with Gathering(exchange.rank, hosts, folder) as gathering:
             _invite(exchange, gathering, known)
             topology, one_machine = _find_hosts(exchange, gathering, several=len(set(hosts)) > 1)
@@ -117,11 +120,6 @@ def _interrupted_by(interrupt: Interrupt | None, poller: Loop) -> Iterator[None]
         yield
     finally:
         poller.forget(descriptor)
-
-
-def _hosts(exchange: Exchange, host: str) -> list[str]:
-    """Return the hosts of all ranks. Raises `HorovodVersionMismatchError`."""
-    return [name.decode() for name in exchange_versions(exchange, host.encode())]
 
 
 def _invite(exchange: Exchange, gathering: Gathering, known: Known | None) -> None:

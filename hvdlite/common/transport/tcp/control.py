@@ -173,7 +173,10 @@ class ControlLinks:
         deadline = time.monotonic() + GOODBYE_SECONDS
         while time.monotonic() < deadline:
             for link in links:
-                if link.idle and not self._sends_elsewhere(link):
+                # While messages for its peer wait for a connection of our own, the peer would take
+                # the end of the only link that it knows of for the end of this rank.
+                elsewhere = link in self._one_way and not self._links.get(link.rank, link).idle
+                if link.idle and not elsewhere:
                     link.finish()
             if all(link.confirmed for link in links):
                 return
@@ -181,13 +184,6 @@ class ControlLinks:
                 self._loop.run_once(GOODBYE_STEP_SECONDS)
             except HorovodInternalError as error:  # Nobody listens any more.
                 log.debug("rank %d: %s, while closing", self._rank, error)
-
-    def _sends_elsewhere(self, link: ControlLink) -> bool:
-        """Return whether messages for the peer of `link` wait for a connection of our own.
-
-        The peer would take the end of the only link that it knows of for the end of this rank.
-        """
-        return link in self._one_way and not self._links.get(link.rank, link).idle
 
     def close(self) -> None:
         for link in (*self._links.values(), *self._one_way):

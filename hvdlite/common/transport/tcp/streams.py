@@ -12,6 +12,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ class Stream:
         except BlockingIOError:
             pass
         except OSError as error:
-            self.end_sends(error)
+            self._fail(self.sends, error)
         self._link.liveness.watch(connection, self.end)
 
     def move_in(self) -> None:
@@ -173,7 +174,7 @@ class Stream:
                 else:
                     got = connection.recv_into(part.body[at:])
                 if not got:
-                    self.end_receives(None)
+                    self._fail(self.receives, None)
                     return
                 part.at += got
                 if at + got == size:
@@ -182,7 +183,7 @@ class Stream:
         except BlockingIOError:
             pass
         except OSError as error:
-            self.end_receives(error)
+            self._fail(self.receives, error)
 
     def _check(self, part: _Part) -> None:
         """Raise `ProtocolError` if the header is not the one that is due."""
@@ -207,18 +208,11 @@ class Stream:
         self._over = error
         if self._connection is not None:
             self._link.poller.forget(self._connection.fileno())
-        self.end_sends(error)
-        self.end_receives(error)
-
-    def end_sends(self, error: OSError) -> None:
-        """Fail the parts that are not sent."""
         self._fail(self.sends, error)
-
-    def end_receives(self, error: OSError | None) -> None:
-        """Fail the parts that have not come."""
         self._fail(self.receives, error)
 
     def _fail(self, parts: deque[_Part], error: OSError | None) -> None:
+        """Fail the parts that are not sent, or have not come."""
         for part in parts:
             part.transfer.error = self._link.loss(error)
         parts.clear()
@@ -254,12 +248,9 @@ class DataLink:
         self.poller, self.liveness = poller, liveness
         self.streams = [Stream(self) for _ in range(streams)]
         self._used = 0  # Streams that were needed so far.
-        self._loss, self._dial = loss, dial
+        self._dial = dial
+        self.loss = partial(loss, self.rank)  # The error of a transfer that cannot end.
         self._sent = self._received = 0  # Arrays that took their turn.
-
-    def loss(self, error: OSError | None) -> PeerLostError:
-        """Return the error of a transfer that cannot end."""
-        return self._loss(self.rank, error)
 
     def send(self, array: Array) -> Transfer:
         self.use(array.nbytes)
