@@ -127,22 +127,14 @@ def _fusion_of(collective: str, entry: Any) -> Strategy:
     mode, config = entry["mode"], entry["config"]
     if mode not in modes:
         raise KeyError(f"{key}: mode {mode!r} is none of {', '.join(modes)}")
-    return _MODE_READERS[mode](config, key)
-
-
-def _auto_fusion(config: Any, key: str) -> Threshold:
-    if config is not None:
-        raise ValueError(f"{key}: mode 'auto' takes the config None, not {config!r}")
-    return Threshold(_AUTO_FUSION_BYTES)
-
-
-def _size_fusion(config: Any, key: str) -> Threshold:
-    if not _is_whole(config) or config < 0:
-        raise ValueError(f"{key}: mode 'size' takes whole MB from 0 on, not {config!r}")
-    return Threshold(config * MIB)
-
-
-def _index_fusion(config: Any, key: str) -> Index:
+    if mode == "auto":
+        if config is not None:
+            raise ValueError(f"{key}: mode 'auto' takes the config None, not {config!r}")
+        return Threshold(_AUTO_FUSION_BYTES)
+    if mode == "size":
+        if not _is_whole(config) or config < 0:
+            raise ValueError(f"{key}: mode 'size' takes whole MB from 0 on, not {config!r}")
+        return Threshold(config * MIB)
     if not isinstance(config, list) or not all(map(_is_whole, config)):
         raise TypeError(f"{key}: mode 'index' takes a list of whole numbers, not {config!r}")
     if not config or config[0] < 0 or any(after <= before for before, after in pairwise(config)):
@@ -156,11 +148,6 @@ _MODES = {
     "allgather": ("auto", "size"),
     "reducescatter": ("auto", "size"),
 }
-_MODE_READERS: dict[str, Callable[[Any, str], Strategy]] = {
-    "auto": _auto_fusion,
-    "size": _size_fusion,
-    "index": _index_fusion,
-}
 
 
 def read_strategy(spec: str) -> Strategy:
@@ -170,14 +157,6 @@ def read_strategy(spec: str) -> Strategy:
     if reader is None or (colon and not rest):
         raise ValueError(f"must be one of {_KINDS}")
     return reader(rest)
-
-
-def _read_size(rest: str) -> Size:
-    return by_size([_number(part, float) for part in rest.split(",")]) if rest else Size()
-
-
-def _read_index(rest: str) -> Index:
-    return by_index([_number(part, int) for part in rest.split(",")])
 
 
 def _read_megabytes(rest: str) -> Megabytes:
@@ -196,8 +175,10 @@ def _read_threshold(rest: str) -> Threshold:
 
 _READERS: dict[str, Callable[[str], Strategy]] = {
     "threshold": _read_threshold,
-    "size": _read_size,
-    "index": _read_index,
+    "size": lambda rest: (
+        by_size([_number(part, float) for part in rest.split(",")]) if rest else Size()
+    ),
+    "index": lambda rest: by_index([_number(part, int) for part in rest.split(",")]),
     "mb": _read_megabytes,
     "count": lambda rest: Count(_number(rest, int)),
     "auto": Auto,

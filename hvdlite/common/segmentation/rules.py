@@ -54,13 +54,19 @@ def proposed_changes(
     first, last = reductions[0], reductions[-1]
     changes: list[Change] = []
     if first.start > (backward_start + backward_end) / 2 and first.end > backward_end:
-        changes.append(Change(2, _cuts_earlier(shares)))
+        moved = min(max(shares[-1], LEAST_MOVE_PERCENT), shares[0] / 2)
+        cuts_earlier = [shares[0] - moved, *shares[1:-1], shares[-1] + moved]
+        changes.append(Change(2, _rounded(cuts_earlier)))
     if first.end <= backward_end and shares[-1] > LONG_PERCENT:
-        changes.append(Change(1, _last_cut_later(shares)))
+        smaller = shares[-1] * SMALLER_LAST
+        last_cut_later = [*shares[:-2], shares[-2] + shares[-1] - smaller, smaller]
+        changes.append(Change(1, _rounded(last_cut_later)))
     # One more segment helps only where backward has room for the communication behind it.
     room = idle_seconds(reductions, backward_start, backward_end)
     if room > last.end - backward_end and len(shares) < MOST_SEGMENTS:
-        changes.append(Change(3, _one_more(shares)))
+        k = max(range(len(shares)), key=lambda k: shares[k])
+        parts = (1 - LATER_PART) * shares[k], LATER_PART * shares[k]
+        changes.append(Change(3, _rounded([*shares[:k], *parts, *shares[k + 1 :]])))
     return changes
 
 
@@ -83,22 +89,6 @@ def byte_shares(reductions: Sequence[TimedReduction]) -> list[float]:
         k = min(range(len(sizes) - 2), key=lambda k: sizes[k] + sizes[k + 1])
         sizes[k : k + 2] = [sizes[k] + sizes[k + 1]]
     return list(_rounded([100 * size / max(sum(sizes), 1) for size in sizes]))
-
-
-def _last_cut_later(shares: list[float]) -> tuple[float, ...]:
-    last = shares[-1] * SMALLER_LAST
-    return _rounded([*shares[:-2], shares[-2] + shares[-1] - last, last])
-
-
-def _cuts_earlier(shares: list[float]) -> tuple[float, ...]:
-    moved = min(max(shares[-1], LEAST_MOVE_PERCENT), shares[0] / 2)
-    return _rounded([shares[0] - moved, *shares[1:-1], shares[-1] + moved])
-
-
-def _one_more(shares: list[float]) -> tuple[float, ...]:
-    k = max(range(len(shares)), key=lambda k: shares[k])
-    parts = (1 - LATER_PART) * shares[k], LATER_PART * shares[k]
-    return _rounded([*shares[:k], *parts, *shares[k + 1 :]])
 
 
 def _rounded(shares: Sequence[float]) -> tuple[float, ...]:

@@ -48,7 +48,10 @@ def best_cuts(model: CostModel, most_segments: int) -> list[Proposal]:
     below 0.1 s for 8 segments and `MOST_CUT_POINTS` gradients; the memory grows with ``segments *
     gradients``. Of more gradients, only `MOST_CUT_POINTS` evenly spread ones can end a segment.
     """
-    points = _cut_points(len(model.ready))
+    points = np.arange(len(model.ready))
+    if len(points) > MOST_CUT_POINTS:
+        spread = np.linspace(0, len(points) - 1, MOST_CUT_POINTS)
+        points = np.unique(spread.round().astype(np.intp))
     ready, sums = model.ready[points], model.sums[points]
     most = min(most_segments, len(points))
     # done[k, j] is the earliest end of the reduction of segment k, which ends with point j, and
@@ -114,12 +117,6 @@ def neighbours(model: CostModel, last_indices: Sequence[int]) -> list[tuple[int,
         for change in proposed_changes(reductions, 0.0, model.backward_end)
     ]
     return [candidate for candidate in derived if candidate != tuple(last_indices)]
-
-
-def _cut_points(gradients: int) -> NDArray[np.intp]:
-    if gradients <= MOST_CUT_POINTS:
-        return np.arange(gradients)
-    return np.unique(np.linspace(0, gradients - 1, MOST_CUT_POINTS).round().astype(np.intp))
 
 
 def _proposal(

@@ -10,7 +10,7 @@ communication fusion (`Megabytes`, `Count`), and of MindSpore's ``comm_fusion`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import ClassVar, NamedTuple, Protocol
@@ -219,19 +219,15 @@ def segments_of(strategy: Strategy, gradients: Sequence[Gradient]) -> list[list[
 
     Raises `ValueError` as `Strategy.last_indices` does.
     """
-    return [list(segment) for segment in _segments_of_one_dtype(strategy, gradients)]
-
-
-def _segments_of_one_dtype(
-    strategy: Strategy, gradients: Sequence[Gradient]
-) -> Iterator[list[Gradient]]:
+    segments: list[list[Gradient]] = []
     if not gradients:
-        return
+        return segments
     for previous_last, last in pairwise([-1, *strategy.last_indices(gradients)]):
         by_dtype: dict[str, list[Gradient]] = {}
         for gradient in gradients[previous_last + 1 : last + 1]:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        yield from by_dtype.values()
+        segments += by_dtype.values()
+    return segments
 
 
 def _by_layer(gradients: Sequence[Gradient], limit_bytes: float, limit_count: int) -> list[int]:
@@ -311,8 +307,5 @@ def split_call(last_indices: Sequence[int], gradients: Sequence[Gradient]) -> st
     shares = percentages(last_indices, gradients)
     if shares is None:
         return f"hvd.set_split_strategy_by_idx({list(last_indices)})"
-    return f"hvd.set_split_strategy_by_size([{', '.join(map(_format_share, shares))}])"
-
-
-def _format_share(share: float) -> str:
-    return f"{share:.{MOST_DIGITS}f}".rstrip("0").rstrip(".")
+    spelled = (f"{share:.{MOST_DIGITS}f}".rstrip("0").rstrip(".") for share in shares)
+    return f"hvd.set_split_strategy_by_size([{', '.join(spelled)}])"

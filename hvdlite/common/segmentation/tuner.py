@@ -35,21 +35,12 @@ CALM = 1.25  # a next window within this factor shows that it was a passing dist
 NEGLIGIBLE = 0.05
 
 
-class _Times(NamedTuple):
-    """The medians of a window, in seconds."""
-
-    step: float
-    backward: float
-    communication: float
-    tail: float
-
-
 class DriftDetector:
     """A comparison of each window of iterations with the first one."""
 
     def __init__(self) -> None:
         self._window: list[MeasuredIteration] = []
-        self._first: _Times | None = None
+        self._first: tuple[float, ...] | None = None
         self._suspicious = False
 
     def changed(self, iteration: MeasuredIteration) -> bool:
@@ -68,10 +59,11 @@ class DriftDetector:
         return False
 
 
-def _times(window: list[MeasuredIteration]) -> _Times:
+def _times(window: list[MeasuredIteration]) -> tuple[float, ...]:
+    """Return the medians of a window: seconds of step, backward, communication and tail."""
     step = median(iteration.end for iteration in window)
     least = NEGLIGIBLE * step
-    return _Times(
+    return (
         step,
         max(median(iteration.backward_end for iteration in window), least),
         max(median(iteration.communication for iteration in window), least),
@@ -79,7 +71,7 @@ def _times(window: list[MeasuredIteration]) -> _Times:
     )
 
 
-def _factor(first: _Times, now: _Times) -> float:
+def _factor(first: tuple[float, ...], now: tuple[float, ...]) -> float:
     """Return the largest factor by which one of the times has changed, up or down."""
     pairs = [(max(pair), min(pair)) for pair in zip(first, now, strict=True)]
     return max((high / low if low > 0 else 1.0) for high, low in pairs)
@@ -146,7 +138,10 @@ class Tuner:
 
         An iteration that cannot be compared, with gradients missing or nothing sent, is ignored.
         """
-        if not self._is_comparable(iteration):
+        if len(iteration.ready) != len(self._gradients) or not iteration.segments:
+            return
+        times = (*iteration.ready, iteration.backward_end, iteration.end)
+        if not all(map(math.isfinite, times)):
             return
         if self._to_drop:
             self._to_drop -= 1
@@ -155,7 +150,11 @@ class Tuner:
                 self._restart()
         elif self._trials is not None:
             self._measured.append(iteration)
-            self._continue_trials(self._trials, iteration)
+            self._trials.observe(iteration)
+            if self._trials.finished:
+                self._propose(self._trials)
+            elif self._trials.current != tuple(self.last_indices):
+                self._use(self._trials.current, frozen=False)
         else:
             self._measured.append(iteration)
             if len(self._measured) >= LEARN_ITERATIONS:
@@ -167,13 +166,6 @@ class Tuner:
         return decision
 
     # -- phases
-
-    def _continue_trials(self, trials: Trials, iteration: MeasuredIteration) -> None:
-        trials.observe(iteration)
-        if trials.finished:
-            self._propose(trials)
-        elif trials.current != tuple(self.last_indices):
-            self._use(trials.current, frozen=False)
 
     def _propose(self, trials: Trials | None) -> None:
         """Begin a round of trials with the model's proposals, or freeze the best candidate.
@@ -240,10 +232,3 @@ class Tuner:
     def _use(self, last_indices: tuple[int, ...], frozen: bool) -> None:
         self.last_indices = list(last_indices)
         self._decision = Decision(last_indices, frozen)
-
-    # -- checks
-
-    def _is_comparable(self, iteration: MeasuredIteration) -> bool:
-        if len(iteration.ready) != len(self._gradients) or not iteration.segments:
-            return False
-        return all(map(math.isfinite, (*iteration.ready, iteration.backward_end, iteration.end)))
