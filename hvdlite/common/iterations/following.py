@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 from weakref import WeakMethod, finalize
 
 from hvdlite.common.collectives.table import SPECS
@@ -52,7 +53,8 @@ class Following:
         """Follow nothing before `_begin`."""
         self._runtime = runtime
         self._settling = threading.RLock()  # Guards what `settle` changes.
-        self._seen: deque[SegmentRun | EndedStep | Occurrence] = deque()
+        # A function is what else occurs: `settle` calls it when it comes to it.
+        self._seen: deque[SegmentRun | EndedStep | Callable[[], None]] = deque()
         self._following: list[StepMarks] = []
         # Reductions whose iteration has not ended.
         self._unassigned: deque[SegmentRun] = deque(maxlen=MOST_UNASSIGNED)
@@ -122,7 +124,7 @@ class Following:
         )
         self._following.append(steps)
         # It is forgotten by `settle`, when its last steps have their reductions.
-        gone = finalize(trainer, self._seen.append, Occurrence(self._following.remove, steps))
+        gone = finalize(trainer, self._seen.append, partial(self._following.remove, steps))
         self._detach += [gone.detach, trainer.trace_steps(steps)]
 
     def _on_run(self, run: SegmentRun) -> None:
@@ -144,10 +146,10 @@ class Following:
         if self._block is not None:
             raise RuntimeError("trace.iteration() inside a block that is an iteration already")
         self._block = block
-        self._see(Occurrence(self._block_began, block))
+        self._see(self._block_began)
 
     def _exit(self, block: IterationMarks) -> None:
-        self._see(Occurrence(self._block_ended, block))
+        self._see(partial(self._block_ended, block))
         self._block = None
         if block.end is not None:
             self._tell_end()
@@ -159,15 +161,11 @@ class Following:
 
     # -- later
 
-    def _see(self, each: SegmentRun | EndedStep | Occurrence) -> None:
+    def _see(self, each: SegmentRun | EndedStep | Callable[[], None]) -> None:
         if self._ended:
             return
         self._seen.append(each)
-        if len(self._seen) >= MOST_UNSETTLED:
-            self._settle_if_free()
-
-    def _settle_if_free(self) -> None:
-        if self._settling.acquire(blocking=False):
+        if len(self._seen) >= MOST_UNSETTLED and self._settling.acquire(blocking=False):
             try:
                 self.settle()
             finally:
@@ -187,7 +185,7 @@ class Following:
                 elif isinstance(each, EndedStep):
                     self._step_ended(each)
                 else:
-                    each.settle(each.argument)
+                    each()
 
     def _may_be_of_iteration(self, run: SegmentRun) -> bool:
         for steps in self._following:
@@ -219,7 +217,7 @@ class Following:
         elif start is not None:
             self._put(ended.finished(runs), runs)
 
-    def _block_began(self, block: IterationMarks) -> None:
+    def _block_began(self) -> None:
         self._in_block = [], []
 
     def _block_ended(self, block: IterationMarks) -> None:
@@ -229,10 +227,3 @@ class Following:
             runs += self._take(0.0)
         if block.end is not None:
             self._put(block.finished(runs, hooked), [run for run in runs if run.end > block.start])
-
-
-class Occurrence(NamedTuple):
-    """What `Following.settle` calls with its argument, when it comes to it."""
-
-    settle: Callable[[Any], None]
-    argument: Any

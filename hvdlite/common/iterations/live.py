@@ -49,13 +49,6 @@ def traces_of_loops() -> list[Following]:
     return [trace for trace in found if isinstance(trace, Following)]
 
 
-def _own_runtime() -> Runtime:
-    runtime = this_process.runtime
-    if runtime is None:
-        raise RuntimeError("hvdlite is not initialized in this rank now")
-    return runtime
-
-
 def _begin_by_setting(runtime: Runtime) -> None:
     if runtime.trainers.exist:  # They were made before a shutdown, and are not announced again.
         trace_by_setting()
@@ -65,7 +58,10 @@ def _begin_by_setting(runtime: Runtime) -> None:
         from hvdlite.common.iterations import orders
 
         def counts() -> Counts:
-            return counts_of(_own_runtime(), between_steps=True)
+            own = this_process.runtime
+            if own is None:
+                raise RuntimeError("hvdlite is not initialized in this rank now")
+            return counts_of(own, between_steps=True)
 
         orders.obey_launcher(counts)
         orders.obey_passed_orders(runtime, counts)

@@ -164,12 +164,9 @@ def _pass(order: Order, _counts: Callable[[], Counts]) -> None:
 def _timeline(order: Order, counts: Callable[[], Counts]) -> None:
     path, steps = order.arguments
 
-    def begun(file: str) -> None:
-        _answer(order.number, {BEGUN: file})
-
     def record() -> None:
         try:
-            answer = _record(counts(), str(path), min(max(int(steps), 1), MOST_STEPS), begun)
+            answer = _record(counts(), order.number, str(path), min(max(int(steps), 1), MOST_STEPS))
         except Exception as error:
             answer = _error(error)
         _answer(order.number, answer)
@@ -177,8 +174,8 @@ def _timeline(order: Order, counts: Callable[[], Counts]) -> None:
     threading.Thread(target=record, name="hvdlite-timeline-order", daemon=True).start()
 
 
-def _record(counts: Counts, path: str, steps: int, begun: Callable[[str], None]) -> Answer:
-    """Write a timeline of the next steps, whose file `begun` is told of at once."""
+def _record(counts: Counts, order: int, path: str, steps: int) -> Answer:
+    """Write a timeline of the next steps, whose file is told at once as an answer to `order`."""
     recording = counts.runtime.recording
     if recording.timeline.enabled:
         raise RuntimeError("this rank writes a timeline already")
@@ -187,7 +184,7 @@ def _record(counts: Counts, path: str, steps: int, begun: Callable[[str], None])
         recording.stop()
         raise RuntimeError("another one is rank 0 by now: ask again")
     try:
-        begun(file)
+        _answer(order, {BEGUN: file})
         seen = counts.wait_for_steps(steps, SILENT_SECONDS)
     finally:
         if recording.timeline.records_to(file):  # The script may have begun one meanwhile.

@@ -118,7 +118,11 @@ class IterationTrace(Following):
             self._wake.set()
 
     def _put(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
-        self._made.append(self._row(times, runs))
+        segments = [SegmentTimes(run.start, run.end, run.bytes) for run in runs]
+        iteration, previous_end = self._count, self._last_end
+        self._count, self._last_end = iteration + 1, times.iteration_end
+        rank, shift = self._runtime.rank, self._runtime.engine.clock_offset_seconds
+        self._made.append(make_row(iteration, rank, times, segments, previous_end, shift))
 
     # -- rows
 
@@ -145,14 +149,6 @@ class IterationTrace(Following):
             with suppress(OSError):
                 self._file.close()
             self._file = None
-
-    def _row(self, times: IterationTimes, runs: list[SegmentRun]) -> IterationRow:
-        segments = [SegmentTimes(run.start, run.end, run.bytes) for run in runs]
-        iteration, previous_end = self._count, self._last_end
-        self._count, self._last_end = iteration + 1, times.iteration_end
-        runtime = self._runtime
-        shift = runtime.engine.clock_offset_seconds
-        return make_row(iteration, runtime.rank, times, segments, previous_end, shift)
 
 
 def trace_iterations(path: str | None = None) -> IterationTrace:

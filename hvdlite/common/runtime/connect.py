@@ -71,12 +71,6 @@ def check_without_mpi(launch: Launch, config: Config) -> None:
         )
 
 
-def agree_on_transport(exchange: Exchange, config: Config) -> str:
-    """Return the transport of a job that MPI has started: TCP or MPI. Collective."""
-    bodies = exchange.allgather(msgpack.packb(wish_of(config)))
-    return choose_transport([Wish(*msgpack.unpackb(body)) for body in bodies])
-
-
 def choose_transport(wishes: Sequence[Wish]) -> str:
     """Return TCP or MPI for a job whose ranks have these wishes.
 
@@ -248,10 +242,26 @@ def _connect_communicator(comm: Any, launch: Launch, config: Config) -> Connecte
 
 def _connect_all_of(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Connected:
     """Connect the ranks of `comm`, over MPI or over TCP."""
-    watch.expected = _world_ranks(mpi, comm)
+    from hvdlite.common.meeting.exchange import MpiExchange
+    from hvdlite.common.transport.mpi import connect as connect_over_mpi
+    from hvdlite.common.transport.mpi import duplicate
+
+    world = mpi.COMM_WORLD.Get_group()
+    try:  # Ranks of another world are left out.
+        watch.expected = [rank for rank in members_of_communicator(comm, world) if rank >= 0]
+    finally:
+        world.Free()
     group = comm.Get_group()
     try:
-        transport = _connect_by_exchange_of_mpi(comm, config, watch)
+        deadline = time.monotonic() + config.start_timeout_seconds
+        control = duplicate(comm, deadline, watch.give_up)
+        exchange = MpiExchange(control)
+        bodies = exchange.allgather(msgpack.packb(wish_of(config)))
+        if choose_transport([Wish(*msgpack.unpackb(body)) for body in bodies]) == TCP:
+            transport = _connect_over_tcp(exchange, config, deadline)
+            control.Free()
+        else:
+            transport = connect_over_mpi(control, config, watch.give_up)
     except BaseException:
         group.Free()
         skip_mpi_finalize()
@@ -259,27 +269,3 @@ def _connect_all_of(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> C
     if comm.size == mpi.COMM_WORLD.size:
         allow_mpi_finalize()
     return Connected(transport, group)
-
-
-def _connect_by_exchange_of_mpi(comm: Any, config: Config, watch: StartWatch) -> Transport:
-    from hvdlite.common.meeting.exchange import MpiExchange
-    from hvdlite.common.transport.mpi import connect as connect_over_mpi
-    from hvdlite.common.transport.mpi import duplicate
-
-    deadline = time.monotonic() + config.start_timeout_seconds
-    control = duplicate(comm, deadline, watch.give_up)
-    exchange = MpiExchange(control)
-    if agree_on_transport(exchange, config) == TCP:
-        transport = _connect_over_tcp(exchange, config, deadline)
-        control.Free()
-        return transport
-    return connect_over_mpi(control, config, watch.give_up)
-
-
-def _world_ranks(mpi: Any, comm: Any) -> list[int]:
-    """Return the ranks of `comm` in COMM_WORLD; those of another world are left out."""
-    world = mpi.COMM_WORLD.Get_group()
-    try:
-        return [rank for rank in members_of_communicator(comm, world) if rank >= 0]
-    finally:
-        world.Free()

@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.meeting import launch as launches
-from hvdlite.common.membership.frames import Member, Newcomer, World
+from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.connect import Connected
@@ -171,24 +171,20 @@ class ElasticWorker:
         error of `join` is raised here. Raises `SystemExit` where this worker is not needed.
         """
         while True:
-            offer = self._next_offer()
+            if self._says_hello:
+                self._says_hello = False
+            else:
+                self.link.ready(self.epoch, self.commit)
+            offer = self.link.wait_for_world()
+            self.interrupted = False
+            if isinstance(offer, World):
+                self.world = offer
             try:
                 return join(offer)
             except HorovodInternalError as error:
                 if error.job_goes_on or not self.link.wait_until_over(self.epoch, patience_seconds):
                     raise
                 log.info("world %d is over before it began: %s", self.epoch, error)
-
-    def _next_offer(self) -> World | Newcomer:
-        if self._says_hello:
-            self._says_hello = False
-        else:
-            self.link.ready(self.epoch, self.commit)
-        offer = self.link.wait_for_world()
-        self.interrupted = False
-        if isinstance(offer, World):
-            self.world = offer
-        return offer
 
     def follow(self, engine: Engine) -> None:
         """Abandon `engine` when the world of this worker is over; a newcomer is in none."""
@@ -225,7 +221,11 @@ class ElasticWorker:
     def connect(self, offer: World | Newcomer, config: Config) -> Connected:
         """Return the connections of a world; for a newcomer those of a world without others."""
         if isinstance(offer, Newcomer):
-            return Connected(InProcessWorld(_topology(offer.members)).transport(offer.rank))
+            hosts: dict[str, list[int]] = {}
+            for rank, (_, host) in enumerate(offer.members):
+                hosts.setdefault(host, []).append(rank)
+            topology = Topology(tuple(map(tuple, hosts.values())))
+            return Connected(InProcessWorld(topology).transport(offer.rank))
         if offer.size == 1:
             return Connected(solo(), sets=self.sets.agree([self.sets.pack()], offer))
         return self._connect_over_tcp(offer, config)
@@ -235,6 +235,7 @@ class ElasticWorker:
         from hvdlite.common.transport.tcp.connect import connect as connect_over_tcp
 
         sets: list[tuple[int, ...]] = []
+        unix, colon, path = self._address.partition(":")
         transport = connect_over_tcp(
             self.link.exchange(world),
             config,
@@ -244,7 +245,8 @@ class ElasticWorker:
             secret=self._secret,
             epoch=world.epoch,
             interrupt=self.link,
-            folder=self._folder(),
+            # That of the agent, which removes it, where there is one.
+            folder=os.path.dirname(path) if (unix, colon) == ("unix", ":") else None,
             known=Known(
                 [host for _, host in world.members],
                 self.sets.pack(),
@@ -252,15 +254,3 @@ class ElasticWorker:
             ),
         )
         return Connected(transport, sets=sets)
-
-    def _folder(self) -> str | None:
-        """Return the folder of the agent, which removes it; None where it has none."""
-        unix, colon, path = self._address.partition(":")
-        return os.path.dirname(path) if (unix, colon) == ("unix", ":") else None
-
-
-def _topology(members: tuple[Member, ...]) -> Topology:
-    hosts: dict[str, list[int]] = {}
-    for rank, (_, host) in enumerate(members):
-        hosts.setdefault(host, []).append(rank)
-    return Topology(tuple(tuple(ranks) for ranks in hosts.values()))

@@ -47,7 +47,16 @@ def form_process_set(ranks: Iterable[int], timeout_seconds: float | None = None)
             entry = Entry(Request(GLOBAL_ID, name, "form_process_set", parties=members))
             runtime.engine.enqueue([entry])
         try:
-            _wait(entry, members, timeout_seconds)
+            if timeout_seconds is not None and not entry.handle.ended_within(
+                min(timeout_seconds, threading.TIMEOUT_MAX)
+            ):
+                raise HorovodInternalError(
+                    f"the group of the ranks {list(members)} was not formed after "
+                    f"{timeout_seconds:g} s: one of them has not made this call. Rank 0 logs which "
+                    "ones after HVDLITE_STALL_CHECK_TIME_SECONDS; a longer timeout can be given to "
+                    "new_group()",
+                    job_goes_on=True,
+                )
             formed: FormedSet = entry.handle.wait()
         except BaseException:
             engine = weakref.proxy(runtime.engine)  # Else its queue would hold it by the callback.
@@ -95,15 +104,3 @@ def _tell(engine: Engine, formed: FormedSet, members: tuple[int, ...]) -> None:
     )
     with suppress(HorovodInternalError):
         engine.enqueue([Entry(request)])
-
-
-def _wait(entry: Entry, members: tuple[int, ...], seconds: float | None) -> None:
-    """Sleep until the members have called. Raises `HorovodInternalError` after `seconds`."""
-    if seconds is None or entry.handle.ended_within(min(seconds, threading.TIMEOUT_MAX)):
-        return
-    raise HorovodInternalError(
-        f"the group of the ranks {list(members)} was not formed after {seconds:g} s: one of them "
-        "has not made this call. Rank 0 logs which ones after HVDLITE_STALL_CHECK_TIME_SECONDS; a "
-        "longer timeout can be given to new_group()",
-        job_goes_on=True,
-    )

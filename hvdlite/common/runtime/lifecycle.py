@@ -79,7 +79,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         if this_process.runtime is None:
             _start(comm, sets)
         else:
-            _warn_of_other(comm)
+            if comm is not None and comm != this_process.comm:
+                log.warning(
+                    "init(comm=%s) has no effect after init(comm=%s): call shutdown() before it",
+                    comm, this_process.comm,
+                )  # fmt: skip
             this_process.runtime.begin(sets, first=False)
 
 
@@ -90,21 +94,16 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
     config = Config.from_environ()
     set_up_log(config)
     result_memory.keep(config.result_memory_bytes)
-    _warn_of_misspelt_variables(launch)
+    if launch.rank == 0 and not this_process.warned:  # It speaks for the job.
+        for sentence in misspelt(os.environ):
+            log.warning("%s", sentence)
+    this_process.warned = True
     report_uncaught()
     _forget_finished()
     if launch.source == launches.ELASTIC:
         _enter_a_world(comm, sets, launch, config)
     else:
         _begin(connect(comm, launch, config), comm, sets, config)
-
-
-def _warn_of_misspelt_variables(launch: Launch) -> None:
-    """Let rank 0 speak for the job, in its first init."""
-    if launch.rank == 0 and not this_process.warned:
-        for sentence in misspelt(os.environ):
-            log.warning("%s", sentence)
-    this_process.warned = True
 
 
 def _begin(connected: Connected, comm: Any, sets: Sequence[ProcessSet], config: Config) -> None:
@@ -124,8 +123,12 @@ def _begin(connected: Connected, comm: Any, sets: Sequence[ProcessSet], config: 
         atexit.register(_at_exit)
         global_process_set._bind(GLOBAL_ID, range(runtime.topology.size))
         global_process_set.mpi_comm = comm if is_communicator(comm) else None
-        if this_process.worker is not None:
-            _follow_worker(this_process.worker, runtime)
+        worker = this_process.worker
+        if worker is not None:
+            worker.follow(runtime.engine)
+            if worker.world is not None:
+                runtime.trainers.enter(runtime)
+            runtime.known_sets |= worker.sets.bind(runtime.engine.process_sets.all())
         if not is_waiting():
             runtime.begin(sets, first=True)
     except BaseException:
@@ -163,13 +166,6 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
     worker.enter(join, config.peer_timeout_seconds)
 
 
-def _follow_worker(worker: ElasticWorker, runtime: Runtime) -> None:
-    worker.follow(runtime.engine)
-    if worker.world is not None:
-        runtime.trainers.enter(runtime)
-    runtime.adopt(worker.sets.bind(runtime.engine.process_sets.all()))
-
-
 def is_waiting() -> bool:
     """Return whether this process is a worker of an elastic job that is in no world yet."""
     return this_process.worker is not None and this_process.worker.world is None
@@ -193,14 +189,6 @@ def restart() -> None:
     _depart()
     global_process_set.ranks = ranks  # `init` changes the list in place.
     init(comm)
-
-
-def _warn_of_other(comm: Any) -> None:
-    if comm is not None and comm != this_process.comm:
-        log.warning(
-            "init(comm=%s) has no effect after init(comm=%s): call shutdown() before it",
-            comm, this_process.comm,
-        )  # fmt: skip
 
 
 def _checked_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:

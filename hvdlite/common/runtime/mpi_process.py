@@ -114,12 +114,6 @@ def members_of_communicator(comm: Any, everyone: Any) -> list[int]:
         group.Free()
 
 
-def free_group(group: Any) -> None:
-    """Free a group of MPI, unless the user has ended MPI."""
-    if mpi_runs():
-        group.Free()
-
-
 def call_before_mpi_ends(function: Callable[[], None]) -> None:
     """Have `function` called first when MPI ends, whoever ends it; the first call of this counts.
 

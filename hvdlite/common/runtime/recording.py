@@ -127,14 +127,6 @@ class Trainers:
 DYNAMIC = "dynamic"
 
 
-def timeline_of_settings(config: Config) -> tuple[str, bool] | None:
-    """Return the file that the settings name, and whether cycles are marked; None without one."""
-    path = config.timeline
-    if not path or path.upper() == DYNAMIC.upper():
-        return None
-    return path, config.timeline_mark_cycles
-
-
 class Recording:
     """The timeline of one rank, and which file it is wanted in."""
 
@@ -145,7 +137,9 @@ class Recording:
         self._all_ranks = config.timeline_all_ranks
         # The file and whether cycles are marked; None where no timeline is wanted. All ranks know
         # it, as each may become rank 0.
-        self._wanted = timeline_of_settings(config)
+        self._wanted: tuple[str, bool] | None = None
+        if config.timeline and config.timeline.upper() != DYNAMIC.upper():
+            self._wanted = config.timeline, config.timeline_mark_cycles
         self._place: tuple[int, int] | None = None  # Rank and size in the last world.
         # The epoch of a world that follows another one: files of that one must not be overwritten,
         # also where their rank is dead and another one has its number.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from hvdlite.common.requests.entries import Entry
 from hvdlite.common.requests.handles import HandleTable
 from hvdlite.common.requests.messages import Request
 from hvdlite.common.requests.process_set_table import GLOBAL_ID, FormedSet
-from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
+from hvdlite.common.runtime.mpi_process import members_of_communicator, mpi_runs
 from hvdlite.common.runtime.process_sets import FormedSets, ProcessSet
 from hvdlite.common.runtime.recording import Lasting
 from hvdlite.common.segmentation.parsing import UserChoice, read_strategy
@@ -41,7 +41,7 @@ class Runtime:
         sets: Iterable[tuple[int, ...]] = (),
         lasting: Lasting | None = None,
     ) -> None:
-        """Begin with process `sets`, the same on all ranks; `adopt` gives them to users.
+        """Begin with process `sets`, the same on all ranks.
 
         What is `lasting` goes on after the shutdown, in the next world of an elastic job.
         """
@@ -278,10 +278,6 @@ class Runtime:
         self.choices.pop(process_set.process_set_id or 0, None)
         self.restart(process_set)
 
-    def adopt(self, sets: Mapping[int, ProcessSet]) -> None:
-        """Take over process sets that users hold, by their ids."""
-        self.known_sets |= sets
-
     def remove_process_set(self, process_set: ProcessSet) -> None:
         """Unregister a set on all ranks; blocks until every rank has called it."""
         process_set_id = process_set.process_set_id
@@ -331,5 +327,5 @@ class Runtime:
 
     def _free_mpi_group(self) -> None:
         group, self.mpi_group = self.mpi_group, None
-        if group is not None:
-            free_group(group)
+        if group is not None and mpi_runs():  # Else the user has ended MPI.
+            group.Free()

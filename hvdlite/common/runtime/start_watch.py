@@ -41,16 +41,13 @@ class Announcement:
         self._seen: set[tuple[str, int]] = set()
         if me.job:
             for kind, number in (("rank", me.rank), ("local", me.local_rank)):
-                self._announce(kind, number)
-
-    def _announce(self, kind: str, number: int) -> None:
-        announcement = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            announcement.bind(self._name(kind, number))
-        except OSError:  # The name is in use, so it answers already.
-            announcement.close()
-        else:
-            self._sockets.append(announcement)
+                announcement = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                try:
+                    announcement.bind(self._name(kind, number))
+                except OSError:  # The name is in use, so it answers already.
+                    announcement.close()
+                else:
+                    self._sockets.append(announcement)
 
     def _name(self, kind: str, number: int) -> str:
         return f"\0hvdlite/{self._job}/{kind}/{number}"
