@@ -150,9 +150,18 @@ class Backends(list[Backend]):
 def build_backends(transport: Transport, config: Config) -> Backends:
     """All backends that can exist on `transport`, those of third parties first.
 
-    Raises `ConfigError` when a setting wishes for one that cannot exist.
+    Raises `ConfigError` when a setting wishes for one that cannot exist, and `HorovodInternalError`
+    that names the entry point of one that cannot be loaded.
     """
-    foreign = [load_factory(point)(transport) for point in installed_entry_points()]
+    foreign: list[Backend] = []
+    for point in installed_entry_points():
+        try:
+            factory: BackendFactory = point.load()
+        except Exception as error:
+            raise HorovodInternalError(
+                f"the backend {point.name!r} ({point.value}) cannot be loaded: {error}"
+            ) from error
+        foreign.append(factory(transport))
     local_ranks = transport.topology.peers(transport.rank)
     native = library(
         "off" if len(local_ranks) == 1 else config.native,
@@ -187,17 +196,6 @@ def installed_entry_points() -> tuple[EntryPoint, ...]:
     of an elastic job.
     """
     return tuple(entry_points(group=ENTRY_POINTS))
-
-
-def load_factory(point: Any) -> BackendFactory:
-    """Load the factory of an entry point. Raises `HorovodInternalError` naming the entry point."""
-    try:
-        factory: BackendFactory = point.load()
-    except Exception as error:
-        raise HorovodInternalError(
-            f"the backend {point.name!r} ({point.value}) cannot be loaded: {error}"
-        ) from error
-    return factory
 
 
 def choose(

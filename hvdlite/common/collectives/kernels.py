@@ -1,7 +1,7 @@
 """Arithmetic of the backends: scaling, combining and rounding, the same on every rank.
 
 Values of 16-bit types are widened to float32, combined and scaled there, and rounded once; a sum
-that a member of a ring passes on is rounded as well (see `ring_pipeline`). Integers are scaled in
+that a member of a ring passes on is rounded as well (see `pipeline`). Integers are scaled in
 float64 and truncated toward zero. A bool stays true when it is scaled by anything but zero; its sum
 is "or", its product "and". All other types are scaled and combined in their own type.
 """
@@ -52,13 +52,6 @@ def register_casts(dtype_name: str, casts: Casts) -> None:
     _casts[dtype_name] = casts
 
 
-def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values of `dtype` are combined."""
-    if dtype.itemsize == 2 and dtype.name in _casts:  # the name takes a while to find out
-        return np.dtype(np.float32)
-    return dtype
-
-
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MIN: np.minimum,
@@ -88,7 +81,9 @@ class Arithmetic:
 
     def __init__(self, dtype: np.dtype[Any], reduction: Reduction) -> None:
         self.reduction = reduction
-        self.accumulator = accumulator_dtype(dtype)
+        # The dtype in which values are combined. The name takes a while to find out.
+        widened = dtype.itemsize == 2 and dtype.name in _casts
+        self.accumulator = np.dtype(np.float32) if widened else dtype
         self.input_dtype = self.output_dtype = dtype
         ufuncs = _BOOL_UFUNCS if dtype == np.bool_ else _UFUNCS
         self._ufunc = ufuncs[reduction.reduce_op]
@@ -112,11 +107,6 @@ class Arithmetic:
     def plain_input(self) -> bool:
         """Whether `load` would only copy."""
         return self.input_dtype == self.accumulator and self.reduction.prescale == 1
-
-    @property
-    def plain_output(self) -> bool:
-        """Whether `store` would only copy."""
-        return self.output_dtype == self.accumulator and self.reduction.postscale == 1
 
     def load(self, accumulator: Array, values: Array) -> None:
         convert(accumulator, values)
@@ -151,28 +141,23 @@ class Arithmetic:
         """
         step = max(1, BLOCK_BYTES // self.accumulator.itemsize)
         scratch = np.empty((2, min(step, output.size)), self.accumulator)
+        plain = self.plain_input
+        plain_output = self.output_dtype == self.accumulator and self.reduction.postscale == 1
         for start in range(0, output.size, step):
             block = slice(start, min(start + step, output.size))
-            size = block.stop - start
-            self._reduce_block([part[block] for part in parts], output[block], scratch[:, :size])
-
-    def _reduce_block(self, parts: Sequence[Array], output: Array, scratch: Array) -> None:
-        total, loaded = scratch
-        direct = self.plain_input and self.plain_output
-        if direct and len(parts) == 2:
-            with QUIET():
-                self._ufunc(parts[0], parts[1], out=output)
-            return
-        self.load(total, parts[0])
-        for part in parts[1:]:
-            self.merge(total, self._loaded(part, loaded))
-        self.store(output, total)
-
-    def _loaded(self, part: Array, scratch: Array) -> Array:
-        if self.plain_input:
-            return part
-        self.load(scratch, part)
-        return scratch
+            if len(parts) == 2 and plain and plain_output:
+                with QUIET():
+                    self._ufunc(parts[0][block], parts[1][block], out=output[block])
+                continue
+            total, loaded = scratch[:, : block.stop - start]
+            self.load(total, parts[0][block])
+            for part in parts[1:]:
+                values = part[block]
+                if not plain:
+                    self.load(loaded, values)
+                    values = loaded
+                self.merge(total, values)
+            self.store(output[block], total)
 
 
 def convert(destination: Array, source: Array) -> None:

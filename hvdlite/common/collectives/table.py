@@ -214,7 +214,15 @@ def _alltoall(run: CollectiveRun) -> None:
         return operand.output(run.result_shape(request, counts))
 
     if row == 0:  # Rows without elements: only their number is sent.
-        _alltoall_of_counts(run, operand, allocate)
+        received = np.empty(run.members.size, np.int64)
+        run.backend.alltoall(
+            run.members,
+            np.array(operand.splits, np.int64),
+            [1] * run.members.size,
+            lambda counts: received,
+            run.activity,
+        )
+        allocate(received.tolist())
         return
     run.backend.alltoall(
         run.members,
@@ -223,20 +231,6 @@ def _alltoall(run: CollectiveRun) -> None:
         lambda counts: allocate([count // row for count in counts]),
         run.activity,
     )
-
-
-def _alltoall_of_counts(
-    run: CollectiveRun, operand: Operand, allocate: Callable[[list[int]], Array]
-) -> None:
-    received = np.empty(run.members.size, np.int64)
-    run.backend.alltoall(
-        run.members,
-        np.array(operand.splits, np.int64),
-        [1] * run.members.size,
-        lambda counts: received,
-        run.activity,
-    )
-    allocate(received.tolist())
 
 
 _SAME_TENSOR = ("dtype", "shape", "device")

@@ -120,12 +120,12 @@ def test_rounds_and_bytes_of_gathers_and_scatters_are_those_of_the_schedules(hos
 def test_the_default_figures_choose_few_rounds_for_small_and_few_bytes_for_large_data() -> None:
     model = Model()
     for collective, few in (("gather", "doubling"), ("scatter", "halving")):
-        assert cheapest_of(collective, model, 8, 2, 4 << 10) == few
-        assert cheapest_of(collective, model, 8, 2, 64 << 20) == "ring"
-    assert cheapest_of("broadcast", model, 2, 1, 4) == "chain"
-    assert cheapest_of("broadcast", model, 3, 1, 4) == "tree"
-    assert cheapest_of("broadcast", model, 3, 1, 64 << 20) == "chain"
-    assert cheapest_of("broadcast", model, 64, 1, 64 << 20) == "trees"
+        assert cheapest_of(model, collective, 8, 2, 4 << 10) == few
+        assert cheapest_of(model, collective, 8, 2, 64 << 20) == "ring"
+    assert cheapest_of(model, "broadcast", 2, 1, 4) == "chain"
+    assert cheapest_of(model, "broadcast", 3, 1, 4) == "tree"
+    assert cheapest_of(model, "broadcast", 3, 1, 64 << 20) == "chain"
+    assert cheapest_of(model, "broadcast", 64, 1, 64 << 20) == "trees"
     assert bundle_is_cheaper(model, 2, 2, 4 << 10)
     assert not bundle_is_cheaper(model, 2, 2, 1 << 20)
     assert not bundle_is_cheaper(model, 1, 1, 4)

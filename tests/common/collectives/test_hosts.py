@@ -183,7 +183,7 @@ def test_a_tensor_has_its_own_algorithm_whatever_it_is_fused_with() -> None:
     model = Model(message=1e-3, byte=1e-6, far_byte=2e-6, copied_byte=1e-6)
     hosts, sizes = LAYOUTS["2x5"], [30, 40_000, 11, 30_000]
     for size, name in ((30, "halving"), (30_000, "ring")):
-        assert cheapest_of("scatter", model, len(hosts), 2, 4 * size) == name
+        assert cheapest_of(model, "scatter", len(hosts), 2, 4 * size) == name
     together = scattered(hosts, sizes, "float32", model, 1 << 18)
     for number, size in enumerate(sizes):
         alone = scattered(hosts, [size], "float32", model, 1 << 18)

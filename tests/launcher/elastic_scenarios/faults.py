@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdlite.common.collectives.between_hosts.ring_pipeline import RingRun
+from hvdlite.common.collectives.between_hosts.pipeline import RingRun
 from hvdlite.common.collectives.native.collectives import NativeShm
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.engine.control_plane import ControlPlane

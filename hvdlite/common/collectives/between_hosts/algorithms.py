@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from hvdlite.common.collectives.base import Array
@@ -18,13 +18,11 @@ from hvdlite.common.collectives.between_hosts.costs import (
     ALLREDUCE,
     COSTS,
     Model,
-    bundle_is_cheaper,
     cheapest,
     cheapest_of,
     tree_piece_bytes,
 )
-from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, RingOrder
-from hvdlite.common.collectives.between_hosts.ring_pipeline import Plan
+from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, Plan, RingOrder
 from hvdlite.common.collectives.between_hosts.schedule_run import ScheduledPlan
 from hvdlite.common.collectives.between_hosts.schedules import (
     Schedule,
@@ -197,14 +195,10 @@ class Choice:
     def set_model(self, model: Model) -> None:
         """Choose by `model` from now on. All ranks call this between the same two collectives."""
         self.model = model
-        self._cheapest = lru_cache(maxsize=4096)(self._find)
-        self._cheapest_of = lru_cache(maxsize=4096)(self._find_other)
-
-    def _find_other(self, collective: str, hosts: int, slices: int, nbytes: int) -> str:
-        return cheapest_of(collective, self.model, hosts, slices, nbytes)
-
-    def _find(self, hosts: int, slices: int, nbytes: int) -> Algorithm:
-        return ALGORITHMS[cheapest(self.model, hosts, slices, nbytes)]
+        self._cheapest = lru_cache(maxsize=4096)(
+            lambda hosts, slices, nbytes: ALGORITHMS[cheapest(model, hosts, slices, nbytes)]
+        )
+        self._cheapest_of = lru_cache(maxsize=4096)(partial(cheapest_of, model))
 
     def of(self, hosts: int, slices: int, nbytes: int) -> Algorithm:
         """Return the algorithm for a tensor of `nbytes`, of which each host has `slices` parts."""
@@ -217,10 +211,6 @@ class Choice:
     def path(self, hosts: int, nbytes: int) -> str:
         """Return the way of a broadcast of `nbytes`; see `paths`."""
         return self._cheapest_of("broadcast", hosts, 1, nbytes)
-
-    def bundles(self, here: int, there: int, nbytes: int) -> bool:
-        """Return whether what two hosts with so many ranks have for each other is one message."""
-        return bundle_is_cheaper(self.model, here, there, nbytes)
 
     def groups(
         self, hosts: int, slices: int, tensors: Sequence[Array]

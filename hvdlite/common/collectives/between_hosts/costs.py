@@ -14,10 +14,9 @@ docs/scaling.md compares the model with measurements, and predicts by it. This m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Protocol
 
 from hvdlite.common.collectives.between_hosts.schedules import doublings, halvings, tree_depth
 
@@ -153,18 +152,10 @@ def _path_cost(model: Model, rounds: int, sends: int, nbytes: float) -> Cost:
     return replace(cost, steps=cost.steps + first)
 
 
-class CostFunction(Protocol):
-    """The cost of `tensors` of `nbytes` together, between `hosts` with `slices` ranks each."""
-
-    def __call__(
-        self, model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1
-    ) -> Cost:
-        """Return the cost."""
-
-
 ALLREDUCE = "allreduce"
-# By collective, and algorithm; the first one wins a tie.
-COSTS: dict[str, dict[str, CostFunction]] = {
+# By collective, and algorithm; the first one wins a tie. Each is the cost of `tensors` of `nbytes`
+# together, between `hosts` with `slices` ranks each.
+COSTS: dict[str, dict[str, Callable[..., Cost]]] = {
     ALLREDUCE: {
         "ring": ring_cost,
         "trees": trees_cost,
@@ -191,18 +182,20 @@ def cheapest(model: Model, hosts: int, slices: int, nbytes: int) -> str:
     names: Iterable[str] = _OF_TWO if hosts <= 2 else COSTS[ALLREDUCE]
     if nbytes > MOST_DOUBLED:
         names = [name for name in names if name != "doubling"]
-    return _least(names, ALLREDUCE, model, hosts, slices, nbytes)
+    return cheapest_of(model, ALLREDUCE, hosts, slices, nbytes, names)
 
 
-def cheapest_of(collective: str, model: Model, hosts: int, slices: int, nbytes: int) -> str:
-    """Return the gather, scatter or broadcast that takes the least time, by name."""
-    return _least(COSTS[collective], collective, model, hosts, slices, nbytes)
-
-
-def _least(
-    names: Iterable[str], collective: str, model: Model, hosts: int, slices: int, nbytes: int
+def cheapest_of(
+    model: Model,
+    collective: str,
+    hosts: int,
+    slices: int,
+    nbytes: int,
+    names: Iterable[str] | None = None,
 ) -> str:
+    """Return the algorithm of a collective that takes the least time, of all or of `names`."""
     costs = COSTS[collective]
+    names = costs if names is None else names
     return min(names, key=lambda name: costs[name](model, hosts, slices, nbytes).seconds)
 
 
@@ -216,13 +209,6 @@ def bundle_is_cheaper(model: Model, here: int, there: int, nbytes: int) -> bool:
     return model.message + 4 * model.local_message + copied < max(here, there) * model.message
 
 
-def inside_hosts(model: Model, ranks_per_host: int, nbytes: float) -> float:
-    """Return the seconds that the ranks of a host need to add up, and to share, a segment."""
-    if ranks_per_host == 1:
-        return 0.0
-    return 4 * model.local_message + 2 * nbytes * model.local_byte
-
-
 def step_seconds(
     model: Model, name: str, hosts: tuple[int, ...], nbytes: float, tensors: int = 1
 ) -> float:
@@ -232,5 +218,7 @@ def step_seconds(
     between them.
     """
     between = COSTS[ALLREDUCE][name](model, len(hosts), min(hosts), nbytes, tensors)
-    inside = inside_hosts(model, max(hosts), nbytes)
+    inside = 0.0  # The ranks of a host add up, and share, the segment.
+    if max(hosts) > 1:
+        inside = 4 * model.local_message + 2 * nbytes * model.local_byte
     return between.steps + max(between.wire, between.work + inside)

@@ -19,7 +19,7 @@ from hvdlite.common.collectives.base import Array, Backend, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import Choice
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES
 from hvdlite.common.collectives.chained_view import even_chain
-from hvdlite.common.collectives.host_backends.backend import FlatBackend, HostsBackend
+from hvdlite.common.collectives.host_backends.backend import FlatBackend
 from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.shm import ShmBackend
@@ -167,33 +167,22 @@ def allreduce_seconds(
     arrays: Sequence[Array],
     calls: int,
 ) -> list[float]:
-    """Return the mean seconds of `calls` allreduces by one algorithm, in each of `BATCHES`."""
-    members, backend = _all_hosts(transport, backends, Choice(name))
-    return _batches(calls, lambda: backend.allreduce(members, arrays, arrays, SUM, _quiet))
-
-
-def _all_hosts(
-    transport: Transport, backends: Sequence[Backend], choice: Choice
-) -> tuple[Members, HostsBackend]:
-    """Return all ranks, and the backend for them with a choice of its own."""
-    topology = transport.topology
-    members = Members(tuple(range(topology.size)), transport.rank, topology)
-    if len(topology.hosts) == topology.size:
-        return members, FlatBackend(transport, choice)
-    shm = next(each for each in backends if isinstance(each, ShmBackend))
-    return members, HierarchicalBackend(transport, shm, choice=choice)
-
-
-def _batches(calls: int, run: Callable[[], None]) -> list[float]:
-    """Return the mean seconds of `calls` runs, in each of `BATCHES`.
+    """Return the mean seconds of `calls` allreduces by one algorithm, in each of `BATCHES`.
 
     Ranks do not wait for each other between calls, but none can end one that another has not begun.
     """
+    topology = transport.topology
+    members = Members(tuple(range(topology.size)), transport.rank, topology)
+    if len(topology.hosts) == topology.size:
+        backend: Backend = FlatBackend(transport, Choice(name))
+    else:
+        shm = next(each for each in backends if isinstance(each, ShmBackend))
+        backend = HierarchicalBackend(transport, shm, choice=Choice(name))
     times = []
     for number in (1, *[calls] * BATCHES):  # The first one makes connections, and is not counted.
         start = time.perf_counter()
         for _ in range(number):
-            run()
+            backend.allreduce(members, arrays, arrays, SUM, _quiet)
         times.append((time.perf_counter() - start) / number)
     return times[1:]
 

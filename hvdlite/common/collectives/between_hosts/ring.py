@@ -34,8 +34,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import RING, Algorithm
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES
-from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, RingOrder
-from hvdlite.common.collectives.between_hosts.ring_pipeline import Plan
+from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, Plan, RingOrder
 from hvdlite.common.collectives.chained_view import Chain, even_chain, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.transport.base import Pending, Transport

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,16 +51,6 @@ class _Piece:
     def result(self, start: int, stop: int) -> Array:
         return self._result[self.ends[start] : self.ends[stop]]
 
-    @property
-    def sent(self) -> bool:
-        """Whether nothing of it is being sent any more."""
-        return all(send.done() for send in self.sends)
-
-
-class _Receive(NamedTuple):
-    buffer: Array
-    pending: Pending
-
 
 class ScheduleRun:
     """The execution of a `ScheduledPlan` by one member."""
@@ -80,8 +69,8 @@ class ScheduleRun:
     def run(self) -> None:
         """Execute the plan. Every member must do the same."""
         plan = self._plan
-        to_post = self._receives()
-        posted: deque[_Receive] = deque()
+        receives = self._receives()
+        posted: deque[tuple[Array, Pending]] = deque()
         for step, piece in plan.schedule():
             if step == START:
                 plan.before(piece)
@@ -89,13 +78,15 @@ class ScheduleRun:
                 self._send(0, piece)
                 continue
             for move in self._rounds[step].receives:
-                while len(posted) < AHEAD and (next_one := next(to_post, None)) is not None:
-                    posted.append(self._post(*next_one))
-                receive = posted.popleft()
-                self._transport.wait([receive.pending])
+                while len(posted) < AHEAD and (receive := next(receives, None)) is not None:
+                    posted.append(receive)
+                buffer, pending = posted.popleft()
+                self._transport.wait([pending])
                 if move.partial:
-                    self._merge(move, self._pieces[piece], receive.buffer)
-            self._finish(step, piece)
+                    self._merge(move, self._pieces[piece], buffer)
+            current = self._pieces[piece]
+            for start, stop in self._rounds[step].finished:
+                self._arithmetic.store(current.result(start, stop), current.sums(start, stop))
             if step + 1 < plan.steps:
                 self._send(step + 1, piece)
             else:
@@ -104,18 +95,15 @@ class ScheduleRun:
         for done in self._done:
             self._transport.wait(done.sends)
 
-    def _receives(self) -> Iterator[tuple[int, Move]]:
-        """Yield (piece, move) of everything that comes, in order."""
-        for step, piece in self._plan.messages():
+    def _receives(self) -> Iterator[tuple[Array, Pending]]:
+        """Start to receive everything that comes, in order: each when it is asked for."""
+        for step, number in self._plan.messages():
             for move in self._rounds[step].receives:
-                yield piece, move
-
-    def _post(self, piece: int, move: Move) -> _Receive:
-        buffer = self._piece(piece).result(move.start, move.stop)
-        if move.partial:
-            buffer = self._buffer(buffer.size)
-        rank = self._plan.ring_order.ranks[move.peer]
-        return _Receive(buffer, self._transport.irecv(rank, buffer))
+                buffer = self._piece(number).result(move.start, move.stop)
+                if move.partial:
+                    buffer = self._buffer(buffer.size)
+                rank = self._plan.ring_order.ranks[move.peer]
+                yield buffer, self._transport.irecv(rank, buffer)
 
     def _load(self, number: int) -> None:
         """Begin with this member's values."""
@@ -159,11 +147,6 @@ class ScheduleRun:
         assert block is not None  # It is a view of what `_buffer` made.
         self._free.append(block)
 
-    def _finish(self, step: int, number: int) -> None:
-        piece = self._pieces[number]
-        for start, stop in self._rounds[step].finished:
-            self._arithmetic.store(piece.result(start, stop), piece.sums(start, stop))
-
     def _unpack(self, number: int) -> None:
         piece, start = self._pieces.pop(number), number * self._plan.length
         for place, block in enumerate(self._layout):
@@ -176,22 +159,20 @@ class ScheduleRun:
     def _piece(self, number: int) -> _Piece:
         piece = self._pieces.get(number)
         if piece is None:
-            again = bool(self._done) and self._done[0].sent
-            piece = self._done.popleft() if again else self._new_piece()
             plan, start = self._plan, number * self._plan.length
+            if self._done and all(send.done() for send in self._done[0].sends):
+                piece = self._done.popleft()
+            else:
+                size = sum(min(plan.length, each) for each in plan.sizes)
+                result = sums = np.empty(size, plan.wire_dtype)
+                if plan.schedule_of_member.reduces:
+                    sums = np.empty(size, self._arithmetic.accumulator)
+                piece = _Piece(sums, result)
             sizes = (max(0, min(plan.length, plan.sizes[each] - start)) for each in self._layout)
             piece.ends = [0, *accumulate(sizes)]
             piece.sends = []
             self._pieces[number] = piece
         return piece
-
-    def _new_piece(self) -> _Piece:
-        plan = self._plan
-        size = sum(min(plan.length, each) for each in plan.sizes)
-        result = np.empty(size, plan.wire_dtype)
-        if not plan.schedule_of_member.reduces:
-            return _Piece(result, result)
-        return _Piece(np.empty(size, self._arithmetic.accumulator), result)
 
     def _buffer(self, size: int) -> Array:
         """Return memory for `size` elements of what is sent."""

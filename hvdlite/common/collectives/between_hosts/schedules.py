@@ -283,29 +283,20 @@ def _second(size: int, node: int) -> int:
 def two_trees(size: int, index: int) -> Schedule:
     """Return the schedule of member `index` of `size`: a block for each tree."""
     depth = tree_depth(size)
-    rounds = [_Building() for _ in range(2 * depth)]
+    # Of each round, while its moves are collected.
+    sends: list[list[Move]] = [[] for _ in range(2 * depth)]
+    receives: list[list[Move]] = [[] for _ in range(2 * depth)]
+    finished: list[list[tuple[int, int]]] = [[] for _ in range(2 * depth)]
     for tree in range(2):
         parent, children, level = place_in_tree(size, tree, index)
         if children:
-            up, down = rounds[depth - level - 1], rounds[depth + level]
-            up.receives += [Move(child, tree, tree + 1, True) for child in children]
-            down.sends += [Move(child, tree, tree + 1, False) for child in children]
+            up, down = depth - level - 1, depth + level
+            receives[up] += [Move(child, tree, tree + 1, True) for child in children]
+            sends[down] += [Move(child, tree, tree + 1, False) for child in children]
             if parent is None:
-                up.finished.append((tree, tree + 1))
+                finished[up].append((tree, tree + 1))
         if parent is not None:
-            rounds[depth - level].sends.append(Move(parent, tree, tree + 1, True))
-            rounds[depth + level - 1].receives.append(Move(parent, tree, tree + 1, False))
-    return Schedule((0, 1), tuple(each.round for each in rounds), 1)
-
-
-class _Building:
-    """A round while its moves are collected."""
-
-    def __init__(self) -> None:
-        self.sends: list[Move] = []
-        self.receives: list[Move] = []
-        self.finished: list[tuple[int, int]] = []
-
-    @property
-    def round(self) -> Round:
-        return Round(tuple(self.sends), tuple(self.receives), tuple(self.finished))
+            sends[depth - level].append(Move(parent, tree, tree + 1, True))
+            receives[depth + level - 1].append(Move(parent, tree, tree + 1, False))
+    rounds = zip(map(tuple, sends), map(tuple, receives), map(tuple, finished), strict=True)
+    return Schedule((0, 1), tuple(Round(*each) for each in rounds), 1)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdlite.common.collectives.base import Array, Members
+from hvdlite.common.collectives.between_hosts.costs import Model, bundle_is_cheaper
 from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
 from hvdlite.common.collectives.host_backends.host_slices import Inside, Layers, one_hot
 from hvdlite.common.transport.base import Pending, Transport
@@ -100,9 +101,6 @@ def _pair(layers: Layers, rows: Array, distance: int) -> Pair:
     )
 
 
-Bundles = Callable[[int, int, int], bool]  # Whether to bundle: ranks there, ranks here, bytes.
-
-
 class _Way(NamedTuple):
     """How the data of a pair of hosts go: each direction by itself."""
 
@@ -120,11 +118,12 @@ class HostExchange:
         inside: Inside,
         layers: Layers,
         members: Members,
-        bundles: Bundles,
+        model: Model,
     ) -> None:
+        """Send in bundles what that is cheaper for by `model`."""
         self._transport, self._inside, self._layers = transport, inside, layers
         self._members = members
-        self._bundle = bundles
+        self._model = model
 
     def run(
         self,
@@ -159,7 +158,8 @@ class HostExchange:
 
     def _is_bundle(self, counts: Array, itemsize: int) -> bool:
         elements = int(counts.sum())
-        return elements > 0 and self._bundle(len(counts), counts.shape[1], elements * itemsize)
+        nbytes = elements * itemsize
+        return elements > 0 and bundle_is_cheaper(self._model, len(counts), counts.shape[1], nbytes)
 
     # -- from rank to rank
 

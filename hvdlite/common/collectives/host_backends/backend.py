@@ -66,7 +66,7 @@ class HostGather:
         """Return what runs between the hosts, which drives what is done inside them."""
         layers = self._layers
         order, place = layers.ring_order, layers.local.index if layers.has_slice else 0
-        slices = [block.slice_chain(place) for block in self._blocks]
+        slices = [Chain(list(block.views(block.slices[place]))) for block in self._blocks]
         sources = [Chain([])] * len(slices)
         sources[layers.host] = slices[layers.host]
         self._length = algorithm.length(
@@ -213,7 +213,7 @@ class HostsBackend(RingBackend):
         activity: Activity,
     ) -> None:
         layers, inside = self._layered(members, activity)
-        exchange = HostExchange(self._transport, inside, layers, members, self._choice.bundles)
+        exchange = HostExchange(self._transport, inside, layers, members, self._choice.model)
         with activity(f"{self.name}_ALLTOALL"):
             exchange.run(array, send_counts, allocate)
 

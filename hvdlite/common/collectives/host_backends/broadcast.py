@@ -107,7 +107,9 @@ class HostBroadcast:
         streams = self._streams(paths)
         if not streams:
             for piece in range(self._pieces):
-                self._send(paths[piece % len(paths)], self._gathered(piece))
+                views = self._views(piece)
+                body = views[0] if len(views) == 1 else np.concatenate(views)
+                self._send(paths[piece % len(paths)], body)
                 self._note(piece)
         while streams:
             self._transport.wait_for_any([stream.first.pending for stream in streams])
@@ -158,10 +160,6 @@ class HostBroadcast:
     def _views(self, piece: int, pieces: int = 1) -> list[Array]:
         start, stop = piece * self._length, (piece + pieces) * self._length
         return list(self._chain.views(start, min(stop, self._chain.size)))
-
-    def _gathered(self, piece: int) -> Array:
-        views = self._views(piece)
-        return views[0] if len(views) == 1 else np.concatenate(views)
 
     def _share(self, first: int) -> None:
         self._inside.broadcast(self._views(first, self._block), self._place)

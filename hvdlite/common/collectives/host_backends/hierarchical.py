@@ -22,8 +22,8 @@ summed in float32 inside a host, and rounded once for each host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from hvdlite.common.collectives.between_hosts.algorithms import Algorithm
 from hvdlite.common.collectives.between_hosts.pipeline import Pipeline
 from hvdlite.common.collectives.chained_view import Chain, even_chain, even_part
 from hvdlite.common.collectives.host_backends.backend import HostsBackend
-from hvdlite.common.collectives.host_backends.host_slices import Layers
+from hvdlite.common.collectives.host_backends.host_slices import Layers, PieceWindow
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.shm import ShmBackend
 
@@ -70,31 +70,19 @@ class HierarchicalBackend(HostsBackend):
         arithmetic = Arithmetic(inputs[0].dtype, reduction)
         hosts = len(layers.ring_order.order)
         for algorithm, numbers in self._choice.groups(hosts, layers.slices, inputs).items():
-            part = [inputs[number] for number in numbers], [outputs[number] for number in numbers]
-            self._reduce(algorithm, layers, *part, arithmetic, activity)
-
-    def _reduce(
-        self,
-        algorithm: Algorithm,
-        layers: Layers,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        arithmetic: Arithmetic,
-        activity: Activity,
-    ) -> None:
-        blocks = algorithm.blocks(layers.ring_order)
-        block_bytes = BLOCK_PIECES * self.piece_bytes * layers.slices * blocks
-        if sum(array.nbytes for array in inputs) <= block_bytes:
-            self._at_once(algorithm, layers, inputs, outputs, arithmetic, activity)
-            return
-        plan = _Pipeline(
-            self._shm, algorithm, layers, inputs, outputs, arithmetic, self.piece_bytes, activity
-        ).plan()
-        with activity(f"HIERARCHICAL_{algorithm.phase}"):
-            if layers.has_slice:
-                plan.run(self._transport)
-            else:
-                plan.watch()
+            sources = [inputs[number] for number in numbers]
+            targets = [outputs[number] for number in numbers]
+            blocks = algorithm.blocks(layers.ring_order)
+            block_bytes = BLOCK_PIECES * self.piece_bytes * layers.slices * blocks
+            if sum(array.nbytes for array in sources) <= block_bytes:
+                self._at_once(algorithm, layers, sources, targets, arithmetic, activity)
+                continue
+            plan = _Pipeline(
+                self._shm, algorithm, layers, sources, targets, arithmetic, self.piece_bytes,
+                activity,
+            ).plan()  # fmt: skip
+            with activity(f"HIERARCHICAL_{algorithm.phase}"):
+                self._run_layers(layers, plan)
 
     def _at_once(
         self,
@@ -119,34 +107,6 @@ class HierarchicalBackend(HostsBackend):
         self._shm.allgather(local, result, outputs, counts, activity)
 
 
-class _Block(NamedTuple):
-    """The memory of a block at one member: a row for each chunk."""
-
-    partial: Array  # Sums over the host.
-    result: Array  # Sums over all hosts; the same memory if the dtype is the same.
-
-
-class _Window:
-    """A chunk of which only the blocks under way are in memory; see `pipeline.Chunk`."""
-
-    def __init__(self, size: int, index: int, length: int, blocks: dict[int, _Block]) -> None:
-        self.size = size
-        self._index = index
-        self._length = length  # elements in a block
-        self._blocks = blocks
-
-    def views(self, start: int, stop: int) -> Iterator[Array]:
-        """Yield one piece of the partial sums."""
-        if start < stop:
-            block, offset = divmod(start, self._length)
-            yield self._blocks[block].partial[self._index, offset : offset + stop - start]
-
-    def unpack(self, start: int, buffer: Array) -> None:
-        if buffer.size:
-            block, offset = divmod(start, self._length)
-            self._blocks[block].result[self._index, offset : offset + buffer.size] = buffer
-
-
 class _Pipeline:
     """A large allreduce in blocks, driven by the schedule of what runs between hosts."""
 
@@ -166,8 +126,11 @@ class _Pipeline:
         self._chunks = algorithm.blocks(layers.ring_order)
         self._sources = self._cut(inputs)
         self._targets = self._cut(outputs)
-        self._blocks: dict[int, _Block] = {}  # The blocks under way, by number.
-        self._free: list[_Block] = []
+        # The memory of the blocks under way, by number: a row for each chunk. Sums over the host,
+        # and over all hosts; both are the same memory if the dtype is the same.
+        self._partial: dict[int, Array] = {}
+        self._result: dict[int, Array] = {}
+        self._free: list[tuple[Array, Array]] = []
         itemsize = arithmetic.output_dtype.itemsize
         elements = sum(array.size for array in inputs) // layers.slices
         length = self._piece_length = algorithm.length(
@@ -193,7 +156,7 @@ class _Pipeline:
         """Return what runs between the hosts."""
         chunks = self._slice_chunks if self._layers.has_slice else self._sources[0]
         windows = [
-            _Window(chunk.size, index, self._length, self._blocks)
+            PieceWindow(chunk.size, index, self._length, self._partial, self._result)
             for index, chunk in enumerate(chunks)
         ]
         return self._algorithm.plan(
@@ -212,9 +175,10 @@ class _Pipeline:
         if piece % BLOCK_PIECES:
             return
         block = piece // BLOCK_PIECES
-        memory = self._blocks[block] = self._free.pop() if self._free else self._new_block()
+        memory = self._free.pop() if self._free else self._new_block()
+        self._partial[block], self._result[block] = memory
         arrays, counts = self._parts(self._sources, block)
-        partial = self._rows(memory.partial, block)
+        partial = self._rows(memory[0], block)
         with self._activity("HIERARCHICAL_REDUCESCATTER"):
             self._shm.reduce_parts(
                 self._layers.local, arrays, partial, counts, self._arithmetic.inner()
@@ -225,18 +189,18 @@ class _Pipeline:
         if (piece + 1) % BLOCK_PIECES and piece + 1 < self._pieces:
             return
         block = piece // BLOCK_PIECES
-        memory = self._blocks.pop(block)
+        memory = self._partial.pop(block), self._result.pop(block)
         arrays, counts = self._parts(self._targets, block)
-        result = self._rows(memory.result, block)
+        result = self._rows(memory[1], block)
         self._shm.allgather(self._layers.local, result, arrays, counts, self._activity)
         self._free.append(memory)
 
-    def _new_block(self) -> _Block:
+    def _new_block(self) -> tuple[Array, Array]:
         shape = (self._chunks, self._length)
         partial = np.empty(shape, self._arithmetic.accumulator)
         if self._arithmetic.output_dtype == self._arithmetic.accumulator:
-            return _Block(partial, partial)
-        return _Block(partial, np.empty(shape, self._arithmetic.output_dtype))
+            return partial, partial
+        return partial, np.empty(shape, self._arithmetic.output_dtype)
 
     def _parts(
         self, slices: Sequence[Sequence[Chain]], block: int

@@ -7,7 +7,7 @@ link at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -188,8 +188,34 @@ class HostBlock:
             for view in self.views(part.common(elements)):
                 yield place, view
 
-    def slice_chain(self, slice_: int) -> Chain:
-        return Chain(list(self.views(self.slices[slice_])))
+
+class PieceWindow:
+    """Part of a block of which only pieces under way are in memory; see `pipeline.Chunk`.
+
+    `sums` and `results` have their memory by number, of `length` elements in each row.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        row: int,
+        length: int,
+        sums: Mapping[int, Array],
+        results: Mapping[int, Array],
+    ) -> None:
+        self.size, self._row, self._length = size, row, length
+        self._sums, self._results = sums, results
+
+    def views(self, start: int, stop: int) -> Iterator[Array]:
+        """Yield one piece of the partial sums."""
+        if start < stop:
+            number, offset = divmod(start, self._length)
+            yield self._sums[number][self._row, offset : offset + stop - start]
+
+    def unpack(self, start: int, buffer: Array) -> None:
+        if buffer.size:
+            number, offset = divmod(start, self._length)
+            self._results[number][self._row, offset : offset + buffer.size] = buffer
 
 
 def blocks_of(

@@ -10,7 +10,7 @@ their owners through shared memory. So each byte leaves a host once, whatever ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,27 +21,12 @@ from hvdlite.common.collectives.chained_view import Chain
 from hvdlite.common.collectives.host_backends.host_slices import (
     Inside,
     Layers,
+    PieceWindow,
     blocks_of,
     one_hot,
     pieces_of,
 )
 from hvdlite.common.collectives.kernels import Arithmetic
-
-
-class _Row:
-    """The slice of one block at this member, of which only pieces under way are in memory."""
-
-    def __init__(self, size: int, length: int, row: int, pieces: dict[int, Array]) -> None:
-        self.size, self._length, self._row = size, length, row
-        self._pieces = pieces
-
-    def views(self, start: int, stop: int) -> Iterator[Array]:
-        if start < stop:
-            yield self._pieces[start // self._length][self._row, : stop - start]
-
-    def unpack(self, start: int, buffer: Array) -> None:
-        if buffer.size:
-            self._pieces[start // self._length][self._row, : buffer.size] = buffer
 
 
 class HostScatter:
@@ -79,10 +64,15 @@ class HostScatter:
         targets: list[Chunk] = [Chain([])] * len(sizes)
         targets[layers.host] = self._output
         if not self._blocks[layers.host].whole:
-            targets[layers.host] = _Row(sizes[layers.host], length, 0, self._results)
+            targets[layers.host] = PieceWindow(
+                sizes[layers.host], 0, length, self._results, self._results
+            )
         return algorithm.plan(
             order,
-            sources=[_Row(size, length, row, self._sums) for row, size in enumerate(sizes)],
+            sources=[
+                PieceWindow(size, row, length, self._sums, self._sums)
+                for row, size in enumerate(sizes)
+            ],
             targets=targets,
             arithmetic=self._arithmetic.outer(),
             length=length,
@@ -95,7 +85,11 @@ class HostScatter:
         local, rows = self._layers.local, []
         given, counts = [], []
         if self._layers.has_slice:
-            memory = self._sums[piece] = self._free.pop() if self._free else self._new_sums()
+            shape = len(self._blocks), self._length
+            memory = (
+                self._free.pop() if self._free else np.empty(shape, self._arithmetic.accumulator)
+            )
+            self._sums[piece] = memory
         for host, block in enumerate(self._blocks):
             for slice_ in range(self._layers.slices):
                 elements = block.piece(slice_, piece, self._length)
@@ -109,9 +103,6 @@ class HostScatter:
         if not self._blocks[self._layers.host].whole:
             self._results[piece] = np.empty((1, self._length), self._arithmetic.output_dtype)
         self._inside.reduce(given, rows, counts, self._arithmetic.inner())
-
-    def _new_sums(self) -> Array:
-        return np.empty((len(self._blocks), self._length), self._arithmetic.accumulator)
 
     def _finish(self, piece: int) -> None:
         if self._layers.has_slice:
