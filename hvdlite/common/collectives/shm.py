@@ -38,6 +38,7 @@ from hvdlite.common.collectives.native.collectives import (
     NativeShm,
 )
 from hvdlite.common.collectives.native.library import Library
+from hvdlite.common.collectives.native.segment import codes
 from hvdlite.common.transport.base import Transport
 
 SLOTS = 4
@@ -138,22 +139,19 @@ class ShmBackend:
         None as well for an arithmetic that is not compiled.
         """
         native = self._native
-        if members.size == 1 or not self._agree(members) or native is None:
+        if members.size == 1:
             return None
-        if arithmetic is not None and not native.reduces(arithmetic):
-            return None
-        self._begin()  # a signal that nobody takes would hide that a peer is gone
-        return native
-
-    def _agree(self, members: Members) -> bool:
         agreed = self._agreed.get(members.ranks)
         if agreed is None:
-            identity = np.array([self._native.identity if self._native else 0], np.uint64)
+            identity = np.array([native.identity if native else 0], np.uint64)
             identities = np.empty(members.size, np.uint64)
             self._gather_in_python(members, [identity], [identities], [[1] * members.size])
             agreed = bool((identities == identity).all())
             self._agreed[members.ranks] = agreed
-        return agreed
+        if not agreed or native is None or (arithmetic is not None and codes(arithmetic) is None):
+            return None
+        self._begin()  # a signal that nobody takes would hide that a peer is gone
+        return native
 
     def reducescatter(
         self,
@@ -258,28 +256,25 @@ class ShmBackend:
             native = self._compiled(members)
             if native is not None:
                 native.broadcast(members, arrays, root)
-            else:
-                self._broadcast_in_python(members, arrays, root)
+                return
+            chain, dtype = Chain(arrays), arrays[0].dtype
+            length = self._piece_bytes // dtype.itemsize
+            owner = members.ranks[root]
 
-    def _broadcast_in_python(self, members: Members, arrays: Sequence[Array], root: int) -> None:
-        """Broadcast; the others signal to the root alone."""
-        chain, dtype = Chain(arrays), arrays[0].dtype
-        length = self._piece_bytes // dtype.itemsize
-        owner = members.ranks[root]
+            def slot(piece: int) -> Array:
+                return self._slot(owner, piece, dtype)[: chain.size - piece * length]
 
-        def slot(piece: int) -> Array:
-            return self._slot(owner, piece, dtype)[: chain.size - piece * length]
+            def pack(piece: int) -> None:
+                if members.index == root:
+                    chain.pack(piece * length, slot(piece))
 
-        def pack(piece: int) -> None:
-            if members.index == root:
-                chain.pack(piece * length, slot(piece))
+            def unpack(piece: int) -> None:
+                if members.index != root:
+                    chain.unpack(piece * length, slot(piece))
 
-        def unpack(piece: int) -> None:
-            if members.index != root:
-                chain.unpack(piece * length, slot(piece))
-
-        peers = self._peers(members) if members.index == root else (owner,)
-        self._run(peers, -(-chain.size // length), pack, unpack)
+            # The others signal to the root alone.
+            peers = self._peers(members) if members.index == root else (owner,)
+            self._run(peers, -(-chain.size // length), pack, unpack)
 
     def alltoall(
         self,
@@ -293,39 +288,30 @@ class ShmBackend:
             native = self._compiled(members)
             if native is not None:
                 native.alltoall(members, array, send_counts, allocate)
-            else:
-                self._exchange_in_python(members, array, send_counts, allocate)
+                return
+            # A slot holds one part for each member.
+            matrix = self._exchange_counts(members, send_counts)
+            received = [int(count) for count in matrix[:, members.index]]
+            output = allocate(received)
+            sources = [member_chain([array], [send_counts], each) for each in range(members.size)]
+            targets = [member_chain([output], [received], each) for each in range(members.size)]
+            length = self._piece_bytes // array.itemsize // members.size
 
-    def _exchange_in_python(
-        self,
-        members: Members,
-        array: Array,
-        send_counts: Sequence[int],
-        allocate: Callable[[list[int]], Array],
-    ) -> None:
-        """Exchange the parts of `array`. A slot holds one part for each member."""
-        matrix = self._exchange_counts(members, send_counts)
-        received = [int(count) for count in matrix[:, members.index]]
-        output = allocate(received)
-        sources = [member_chain([array], [send_counts], each) for each in range(members.size)]
-        targets = [member_chain([output], [received], each) for each in range(members.size)]
-        length = self._piece_bytes // array.itemsize // members.size
+            def part(sender: int, receiver: int, piece: int) -> Array:
+                size = max(0, min(length, int(matrix[sender, receiver]) - piece * length))
+                slot = self._slot(members.ranks[sender], piece, array.dtype)
+                return slot[receiver * length :][:size]
 
-        def part(sender: int, receiver: int, piece: int) -> Array:
-            size = max(0, min(length, int(matrix[sender, receiver]) - piece * length))
-            slot = self._slot(members.ranks[sender], piece, array.dtype)
-            return slot[receiver * length :][:size]
+            def pack(piece: int) -> None:
+                for receiver, source in enumerate(sources):
+                    source.pack(piece * length, part(members.index, receiver, piece))
 
-        def pack(piece: int) -> None:
-            for receiver, source in enumerate(sources):
-                source.pack(piece * length, part(members.index, receiver, piece))
+            def unpack(piece: int) -> None:
+                for sender, target in enumerate(targets):
+                    target.unpack(piece * length, part(sender, members.index, piece))
 
-        def unpack(piece: int) -> None:
-            for sender, target in enumerate(targets):
-                target.unpack(piece * length, part(sender, members.index, piece))
-
-        pieces = -(-int(matrix.max()) // length)
-        self._run(self._peers(members), pieces, pack, unpack)
+            pieces = -(-int(matrix.max()) // length)
+            self._run(self._peers(members), pieces, pack, unpack)
 
     def _exchange_counts(self, members: Members, send_counts: Sequence[int]) -> Array:
         """Return how many elements are sent, as a matrix of senders by receivers."""

@@ -16,8 +16,7 @@ from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.devices.agreement import Ballot
 from hvdlite.common.engine.response_memory import ResponseMemory
-from hvdlite.common.engine.stall_watch import StallWatch
-from hvdlite.common.engine.tree_links import ClockOffset, LauncherOrders, TreeLinks
+from hvdlite.common.engine.tree_links import ClockOffset, LauncherOrders, StallWatch, TreeLinks
 from hvdlite.common.requests.messages import (
     Abort,
     Capabilities,

@@ -44,12 +44,19 @@ import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.base import Members
-from hvdlite.common.collectives.native.short_call import LARGE_BYTES, Given, ShortExchange
+from hvdlite.common.collectives.native.short_call import (
+    LARGE_BYTES,
+    Given,
+    Record,
+    ShortCallData,
+    ShortExchange,
+    given,
+    meaning_of,
+)
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.pending import PendingTable
-from hvdlite.common.engine.short_call_data import Record, ShortCallData, given, meaning_of
 from hvdlite.common.requests.entries import Bundle, Entry, Key, SegmentRun, Series
 from hvdlite.common.requests.messages import Request
 from hvdlite.common.requests.process_set_table import ProcessSetTable

@@ -13,11 +13,11 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Members
+from hvdlite.common.collectives.native import short_call
 from hvdlite.common.collectives.native.library import library
-from hvdlite.common.collectives.native.short_call import ShortExchange
-from hvdlite.common.engine import pending, short_call_data
+from hvdlite.common.collectives.native.short_call import Record, ShortExchange
+from hvdlite.common.engine import pending
 from hvdlite.common.engine import short_calls as short_calls_module
-from hvdlite.common.engine.short_call_data import Record
 from hvdlite.common.requests.entries import Entry
 from hvdlite.common.runtime.current import current
 from hvdlite.common.transport.inprocess import InProcessWorld
@@ -186,7 +186,7 @@ def test_ctrl_c_at_any_point_after_the_exchange(patient: None) -> None:
         lambda: hvd.allgather(np.ones(1), name="y"),
     ]
 
-    modules = [short_calls_module, short_call_data, pending]
+    modules = [short_calls_module, short_call, pending]
 
     def main(rank: int) -> None:
         begin()

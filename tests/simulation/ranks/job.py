@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import Tree
-from hvdlite.common.engine import engine, stall_watch, tree_links
+from hvdlite.common.engine import engine, tree_links
 from hvdlite.common.engine.inbox import WAKING_BYTES
 from hvdlite.common.settings.config import Config
 from tests.simulation.ranks.programs import (
@@ -218,7 +218,7 @@ def quiet(program: Program) -> Iterator[None]:
     try:
         with (
             patch.object(tree_links, "Tree", partial(Tree, fan_out=program.fan_out)),
-            patch.object(stall_watch, "main_thread_stack", lambda: "a stack\n"),
+            patch.object(tree_links, "main_thread_stack", lambda: "a stack\n"),
             patch.object(engine, "threading", SimpleNamespace(Event=Event, Thread=EngineThread)),
             patch.object(engine, "waking_bytes", lambda topology, cores: WAKING_BYTES),
         ):

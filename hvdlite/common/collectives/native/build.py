@@ -70,17 +70,15 @@ class Recipe:
         The path is valid during the call only, and nobody else can change what it leads to. Raises
         `BuildError`, also for whatever `open_library` raises.
         """
-        name = self.file_name()
-        with opened(self.folder) as cache:
-            if cache is not None and cache.has_library(name):
-                return _open(open_library, cache, name)
-        if not may_compile:
-            return None
-        compiler = _compiler()
-        with opened(self.folder, create=True) as cache:
-            assert cache is not None
-            self._compile_if_absent(cache, compiler, try_again=False)
-            return _open(open_library, cache, name)
+
+        def opened_there(cache: Cache, name: str) -> Loaded:
+            try:
+                return open_library(cache.loadable(name))
+            except Exception as error:
+                text = str(error).replace(cache.loadable(name), name)
+                raise BuildError(f"{cache.path(name)} cannot be loaded: {text}") from None
+
+        return self._use(opened_there, may_compile, try_again=False)
 
     def compile_once(self, *, try_again: bool = False) -> Path:
         """Compile the library if it is not there. Return its path, for messages only.
@@ -88,15 +86,29 @@ class Recipe:
         What has failed before fails again at once, unless you `try_again`, the compiler is another
         or the failure was long ago. Raises `BuildError`.
         """
+        path = self._use(Cache.path, True, try_again)
+        assert path is not None
+        return path
+
+    def _use(
+        self, use: Callable[[Cache, str], Loaded], may_compile: bool, try_again: bool
+    ) -> Loaded | None:
+        """Return `use(cache, name)` of the library, while its folder is open; None without one."""
         name = self.file_name()
         with opened(self.folder) as cache:
             if cache is not None and cache.has_library(name):
-                return cache.path(name)
-        compiler = _compiler()
+                return use(cache, name)
+        if not may_compile:
+            return None
+        compiler = find_compiler()
+        if compiler is None:
+            given = os.environ.get("CXX", "").strip()
+            missing = f"$CXX ({given})" if given else f"C++ compiler ({', '.join(COMPILERS)})"
+            raise BuildError(f"there is no {missing} here")
         with opened(self.folder, create=True) as cache:
             assert cache is not None
             self._compile_if_absent(cache, compiler, try_again)
-            return cache.path(name)
+            return use(cache, name)
 
     def file_name(self) -> str:
         """Return another name for everything that the compiled file depends on."""
@@ -145,13 +157,16 @@ class Recipe:
         said = (cache.read(failed) or b"").decode(errors="replace")
         if not said.startswith(f"{by}\n"):
             return
-        lasts = SOURCE_FAILURE_SECONDS if _is_about_the_source(said) else ACCIDENT_SECONDS
+        # It will come again where the compiler names a line, and no accident.
+        about_the_source = _AT_A_LINE.search(said) and not _ACCIDENT.search(said)
+        lasts = SOURCE_FAILURE_SECONDS if about_the_source else ACCIDENT_SECONDS
         if cache.age_seconds(failed) >= lasts:
             return
+        waits = f"{lasts // 3600} hours" if lasts >= 3600 else f"{lasts} seconds"
         advice = f"'python -m {self.module}' tries at once" if self.module else "or remove it"
         raise BuildError(
             f"{by} could not compile {self.source} earlier: {_gist(said)}; see "
-            f"{cache.path(failed)}; tried again {_duration(lasts)} after the failure, {advice}"
+            f"{cache.path(failed)}; tried again {waits} after the failure, {advice}"
         )
 
 
@@ -179,23 +194,6 @@ def say_that_python_runs(what: str, error: BuildError, *, first_of_host: bool) -
     )
 
 
-def _open(open_library: Callable[[str], Loaded], cache: Cache, name: str) -> Loaded:
-    try:
-        return open_library(cache.loadable(name))
-    except Exception as error:
-        text = str(error).replace(cache.loadable(name), name)
-        raise BuildError(f"{cache.path(name)} cannot be loaded: {text}") from None
-
-
-def _compiler() -> list[str]:
-    compiler = find_compiler()
-    if compiler is None:
-        given = os.environ.get("CXX", "").strip()
-        missing = f"$CXX ({given})" if given else f"C++ compiler ({', '.join(COMPILERS)})"
-        raise BuildError(f"there is no {missing} here")
-    return compiler
-
-
 def _identity(compiler: list[str]) -> str:
     """Return what tells one compiler from another: the first line of what it says of itself."""
     try:
@@ -207,16 +205,7 @@ def _identity(compiler: list[str]) -> str:
     return f"{shlex.join(compiler)} ({said.partition(chr(10))[0].strip()})"
 
 
-def _is_about_the_source(said: str) -> bool:
-    """Return whether a failure will come again: the compiler names a line, and no accident."""
-    return bool(_AT_A_LINE.search(said)) and not _ACCIDENT.search(said)
-
-
 def _gist(said: str) -> str:
     """Return the line of a compiler's output that says most: its first error, or the last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line), lines[-1] if lines else "no output")
-
-
-def _duration(seconds: int) -> str:
-    return f"{seconds // 3600} hours" if seconds >= 3600 else f"{seconds} seconds"

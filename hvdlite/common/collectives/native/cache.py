@@ -144,7 +144,7 @@ def opened(folder: str, create: bool = False) -> Iterator[Cache | None]:
     directory = _directory(folder)
     if not os.path.isdir(_OPEN_FILES):
         raise BuildError(f"the compile cache needs {_OPEN_FILES}, which this system does not have")
-    with _usable(directory):
+    try:
         if create:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -153,10 +153,18 @@ def opened(folder: str, create: bool = False) -> Iterator[Cache | None]:
             yield None
             return
         try:
-            _refuse_if_others_can_write(directory, os.fstat(descriptor))
+            status = os.fstat(descriptor)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise BuildError(
+                    f"others can write to {directory}; set XDG_CACHE_HOME to a safe directory"
+                )
             yield Cache(directory, descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:  # It cannot be read or written, or is full.
+        raise BuildError(
+            f"{directory} cannot be used: {error}; set XDG_CACHE_HOME to a directory of your own"
+        ) from None
 
 
 def _directory(folder: str) -> Path:
@@ -169,22 +177,6 @@ def _directory(folder: str) -> Path:
             "home directory; set HOME, or XDG_CACHE_HOME to a directory of your own"
         )
     return base / "hvdlite" / folder
-
-
-def _refuse_if_others_can_write(directory: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise BuildError(f"others can write to {directory}; set XDG_CACHE_HOME to a safe directory")
-
-
-@contextmanager
-def _usable(directory: Path) -> Iterator[None]:
-    """Turn the error of a folder that cannot be read or written, or is full, to `BuildError`."""
-    try:
-        yield
-    except OSError as error:
-        raise BuildError(
-            f"{directory} cannot be used: {error}; set XDG_CACHE_HOME to a directory of your own"
-        ) from None
 
 
 def _lock(descriptor: int) -> bool:

@@ -19,7 +19,6 @@ from hvdlite.common.collectives.native.segment import (
     Chains,
     SegmentArguments,
     address,
-    codes,
     point,
     set_reduction,
 )
@@ -61,6 +60,7 @@ class NativeShm:
     ) -> None:
         self._transport = transport
         self._library = found
+        self.identity = found.identity  # differs between libraries that cannot work together
         self._start = start  # of this part in the memory of every rank, in bytes
         one_host = len(transport.topology.hosts) == 1
         self._first_check = CHECK_SECONDS if one_host else FIRST_CHECK_SECONDS
@@ -72,15 +72,6 @@ class NativeShm:
         # By the ranks of the members: what is the same in all calls, and what it points to.
         self._groups: dict[tuple[int, ...], tuple[SegmentArguments, Array, Array]] = {}
         self._stores = stores
-
-    @property
-    def identity(self) -> int:
-        """A number that differs between libraries that cannot work together."""
-        return self._library.identity
-
-    def reduces(self, arithmetic: Arithmetic) -> bool:
-        """Return whether the compiled code can run this reduction."""
-        return codes(arithmetic) is not None
 
     def allreduce(
         self,
@@ -101,6 +92,7 @@ class NativeShm:
                 target = Chains.one(outputs)
         arguments = self._arguments(members, ALLREDUCE, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)
+        arguments.result_itemsize = arithmetic.output_dtype.itemsize
         arguments.whole = sum(source.sizes) * arguments.itemsize <= SMALL_BYTES
         point(arguments, source, target)
         self._run(arguments)
@@ -115,6 +107,7 @@ class NativeShm:
     ) -> None:
         arguments = self._arguments(members, REDUCESCATTER, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)
+        arguments.result_itemsize = arithmetic.output_dtype.itemsize
         arguments.streamed = _streamed(outputs)
         source, target = Chains.of_members(inputs, counts), Chains.one(outputs)
         point(arguments, source, target)
@@ -186,13 +179,17 @@ class NativeShm:
     def _group(self, members: Members) -> tuple[SegmentArguments, Array, Array]:
         local = np.array([self._number[rank] for rank in members.ranks], np.int64)
         for rank in members.ranks:
-            self._map(rank)
+            if rank not in self._views:
+                view = self._transport.shared(rank, self._start + MEMORY_BYTES)[self._start :]
+                self._views[rank] = view
+                self._memory[self._number[rank]] = address(view)
         group = SegmentArguments(
             members=members.size,
             index=members.index,
             local_size=len(self._ranks),
             own=self._number[self._transport.rank],
-            slots=slots_of(len(self._ranks)),
+            # The same for all groups on a host.
+            slots=min(SLOTS, max(LEAST_SLOTS, HOST_SLOT_BYTES // (len(self._ranks) * PIECE_BYTES))),
             slot_bytes=PIECE_BYTES,
             slots_start=BOARD_BYTES,
             row_start=ROW_START,
@@ -204,17 +201,6 @@ class NativeShm:
         stores = np.zeros((BROADCAST + 1, _STORES_NUMBERS), np.int64)
         stores[:, 0] = self._stores
         return group, local, stores
-
-    def _map(self, rank: int) -> None:
-        if rank not in self._views:
-            view = self._transport.shared(rank, self._start + MEMORY_BYTES)[self._start :]
-            self._views[rank] = view
-            self._memory[self._number[rank]] = address(view)
-
-
-def slots_of(ranks: int) -> int:
-    """Return how many slots a rank uses on a host of so many; the same for all groups there."""
-    return min(SLOTS, max(LEAST_SLOTS, HOST_SLOT_BYTES // (ranks * PIECE_BYTES)))
 
 
 def _streamed(arrays: Sequence[Array]) -> bool:

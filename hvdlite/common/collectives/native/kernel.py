@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,8 +96,3 @@ def is_library_for(machine: str, library: bytes) -> bool:
     """Return whether the content of a file is a 64-bit library for this machine."""
     is_64_bit = library[:5] == b"\x7fELF\x02"
     return is_64_bit and int.from_bytes(library[18:20], "little") == _ELF_MACHINES.get(machine)
-
-
-def shipped_files() -> Iterator[Path]:
-    """Yield the libraries that came with this installation, whatever they are for."""
-    yield from (FOLDER / SHIPPED).glob("*.so")

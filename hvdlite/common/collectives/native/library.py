@@ -28,38 +28,18 @@ Loaded = TypeVar("Loaded")
 OpenLibrary = Callable[[str, str, int], Loaded]
 
 
-class _NotShippedError(Exception):
-    """No shipped library can be used; the text says why."""
-
-
 def find_kernel(open_library: OpenLibrary[Loaded]) -> Loaded:
     """Return what `open_library` returns for the kernel: the shipped one, or else one of our own.
 
     The compiler runs where nothing is shipped for this machine. Raises `BuildError`.
     """
-    try:
-        return _shipped(open_library)
-    except _NotShippedError as error:
-        reason = str(error)
-    origin = f"compiled on this machine, as {reason}"
-    own = recipe()
-    try:
-        identity = _identity(own.file_name())
-        loaded = own.load(lambda path: open_library(path, origin, identity))
-    except BuildError as error:
-        raise BuildError(f"{reason}, and {error}") from None
-    assert loaded is not None
-    return loaded
-
-
-def _shipped(open_library: OpenLibrary[Loaded]) -> Loaded:
-    """Open the fastest shipped library that this processor can run."""
     machine = platform.machine()
-    files = {path.name: path for path in kernel.shipped_files()}
-    if not files:
-        raise _NotShippedError("this installation ships none")
-    reason = f"this installation ships none for its sources on {machine}"
-    for variant in kernel.candidates(machine, kernel.processor_features()):
+    files = {path.name: path for path in (kernel.FOLDER / kernel.SHIPPED).glob("*.so")}
+    reason = "this installation ships none"
+    if files:
+        reason += f" for its sources on {machine}"
+    # The fastest that this processor can run comes first.
+    for variant in kernel.candidates(machine, kernel.processor_features()) if files else ():
         path = files.get(kernel.file_name(machine, variant))
         if path is None:
             continue
@@ -69,7 +49,15 @@ def _shipped(open_library: OpenLibrary[Loaded]) -> Loaded:
         except Exception as error:
             reason = f"the shipped {path} cannot be loaded ({error})"
             log.warning("%s", reason)
-    raise _NotShippedError(reason)
+    origin = f"compiled on this machine, as {reason}"
+    own = recipe()
+    try:
+        identity = _identity(own.file_name())
+        loaded = own.load(lambda path: open_library(path, origin, identity))
+    except BuildError as error:
+        raise BuildError(f"{reason}, and {error}") from None
+    assert loaded is not None
+    return loaded
 
 
 def _identity(file_name: str) -> int:

@@ -62,12 +62,15 @@ class SegmentArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-def set_reduction(arguments: SegmentArguments, arithmetic: Arithmetic) -> None:
-    """Set what the compiled code must know of a reduction that it can run."""
+def set_reduction(arguments: Any, arithmetic: Arithmetic) -> None:
+    """Set what the compiled code must know of a reduction that it can run.
+
+    The arguments are those of a segment or a short call.
+    """
     found = codes(arithmetic)
     assert found is not None
     arguments.type, arguments.operation = found
-    arguments.result_itemsize = arithmetic.output_dtype.itemsize
+    arguments.itemsize = arithmetic.input_dtype.itemsize
     arguments.prescale = arithmetic.reduction.prescale
     arguments.postscale = arithmetic.reduction.postscale
 
