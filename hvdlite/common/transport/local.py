@@ -50,6 +50,7 @@ class LocalMesh:
         self._memory = {rank: Memory(rank, memory)}
         self._memory |= {peer: Memory(peer, links.memory) for peer, links in peers.items()}
         self._wake_up = WakeUp()
+        self.wake = self._wake_up.trigger  # See `Transport.wake`. After `close` it has no effect.
         for descriptor in self._wake_up.descriptors:
             self.poller.watch(descriptor, READ, self._on_wake)
         for link in self._links.values():
@@ -63,10 +64,6 @@ class LocalMesh:
         if not link.control_lost:
             link.outbox.extend(frames(body))
             self._flush(link)
-
-    def wake(self, within: float = 0.0) -> None:
-        """See `Transport.wake`. After `close` it has no effect."""
-        self._wake_up.trigger(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         """Sleep once for at most `timeout` seconds (None: no limit), and return all messages."""

@@ -105,7 +105,8 @@ class Connections:
         self._taken: set[Slot] = set()  # Connections that were accepted.
         self.listener = Listener(
             loop, sockets, me.party, self._on_accepted,
-            judge=self._judge, refused=self._on_refused, left=self._on_left,
+            judge=self._judge, refused=self._on_refused,
+            left=lambda claim: self.not_entered(self._slot(claim)),
             most_strangers=MOST_STRANGERS + me.size * CONNECTIONS_PER_RANK,
             stranger_seconds=PROOF_SECONDS, same_user=True,
             other_secret="does not know the secret of this job",
@@ -149,9 +150,6 @@ class Connections:
         slot = self._slot(claim)
         self._taken.add(slot)
         self.connected(slot, connection, False)
-
-    def _on_left(self, claim: Claim) -> None:
-        self.not_entered(self._slot(claim))
 
     def _slot(self, claim: Claim) -> Slot:
         slot = self.me.read(claim.body)

@@ -10,7 +10,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.connections.link import Link
@@ -45,7 +44,8 @@ class ControlLink:
 
     def attach(self, connection: socket.socket) -> None:
         self._link = Link(
-            self._loop, connection, received=self._received, ended=self._ended,
+            self._loop, connection, ended=self._ended,
+            received=lambda body, _arrays: self._deliver(Incoming(self.rank, body)),
             most_bytes=MESSAGE_BYTES, unpacker=bytes, liveness=self._liveness,
         )  # fmt: skip
         for body in self._queued:
@@ -63,9 +63,6 @@ class ControlLink:
     @property
     def connected(self) -> bool:
         return self._link is not None
-
-    def _received(self, body: Any, _arrays: object) -> None:
-        self._deliver(Incoming(self.rank, body))
 
     def _ended(self, reason: str) -> None:
         assert self._link is not None

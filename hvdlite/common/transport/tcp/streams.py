@@ -21,6 +21,7 @@ from hvdlite.common.base.errors import PeerLostError, ProtocolError
 from hvdlite.common.connections.liveness import Liveness
 from hvdlite.common.connections.loop import READ, WRITE, Loop
 from hvdlite.common.transport.base import Array
+from hvdlite.common.transport.tcp.connections import DATA, Slot
 
 HEADER = struct.Struct("<IIQ")  # MAGIC, number of the part on its stream, bytes of the array.
 MAGIC = 0x68764441  # "hvDA"
@@ -238,11 +239,11 @@ class DataLink:
         poller: Loop,
         liveness: Liveness,
         loss: Callable[[int, OSError | None], PeerLostError],
-        dial: Callable[[int, int], None] | None,
+        dial: Callable[[Slot], None] | None,
     ) -> None:
         """`ranks` are this one and the other; `loss` makes the error of a rank that is gone.
 
-        `dial` connects a stream, by rank and number; None where the other rank does.
+        `dial` connects a stream; None where the other rank does.
         """
         self.me, self.rank = ranks
         self.poller, self.liveness = poller, liveness
@@ -277,7 +278,7 @@ class DataLink:
         needed = 1 if nbytes < SMALL_BYTES else len(self.streams)
         while self._used < needed:
             if self._dial is not None:
-                self._dial(self.rank, self._used)
+                self._dial(Slot(self.rank, DATA, self._used))
             self._used += 1
 
     def _takes_turn(self, nbytes: int) -> bool:

@@ -104,13 +104,10 @@ class TcpTransport:
         if link is None:
             streams = 1 if rank in self._local else self._job.streams
             ranks = (self.rank, rank)
-            dial = self._dial if rank < self.rank else None
+            dial = self._connections.dial if rank < self.rank else None
             link = DataLink(ranks, streams, self._poller, self._liveness, self._loss, dial)
             self._data[rank] = link
         return link
-
-    def _dial(self, rank: int, stream: int) -> None:
-        self._connections.dial(Slot(rank, DATA, stream))
 
     def _on_connected(self, slot: Slot, connection: socket.socket, dialled: bool) -> None:
         self._liveness.prepare(connection)
