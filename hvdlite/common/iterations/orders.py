@@ -145,10 +145,6 @@ def _count(_order: Order, counts: Callable[[], Counts]) -> None:
     counts().tell_launcher()
 
 
-def _stack(_order: Order, _counts: Callable[[], Counts]) -> Answer:
-    return {"stack": main_thread_stack()}
-
-
 def _tensor(order: Order, counts: Callable[[], Counts]) -> Answer:
     (name,) = order.arguments
     return counts().history(str(name))
@@ -197,5 +193,9 @@ def _error(error: Exception) -> Answer:
 
 
 OBEY: dict[str, Callable[[Order, Callable[[], Counts]], Answer | None]] = {
-    COUNT: _count, STACK: _stack, TENSOR: _tensor, TIMELINE: _timeline, PASS: _pass,
-}  # fmt: skip
+    COUNT: _count,
+    STACK: lambda order, counts: {"stack": main_thread_stack()},
+    TENSOR: _tensor,
+    TIMELINE: _timeline,
+    PASS: _pass,
+}

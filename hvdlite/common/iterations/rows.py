@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -290,7 +290,12 @@ def read_rows(path: str) -> list[IterationRow]:
     """
     try:
         trace_path(path)
-        records = _read_csv(path) if path.endswith(".csv") else _read_parquet(path)
+        records: Iterable[dict[str, Any]]
+        if path.endswith(".csv"):
+            text = Path(path).read_text(encoding="utf-8")
+            records = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+        else:
+            records = _read_parquet(path)
     except (ValueError, UnicodeDecodeError) as error:
         raise RowsFormatError(f"{path}: {error}") from None
     rows = []
@@ -304,12 +309,6 @@ def read_rows(path: str) -> list[IterationRow]:
         except (TypeError, ValueError) as error:
             raise RowsFormatError(f"{path}, row {number}: {error}") from None
     return rows
-
-
-def _read_csv(path: str) -> Iterator[dict[str, Any]]:
-    text = Path(path).read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return csv.DictReader(io.StringIO(whole))
 
 
 def _read_parquet(path: str) -> list[dict[str, Any]]:

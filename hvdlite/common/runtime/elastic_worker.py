@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -188,11 +187,14 @@ class ElasticWorker:
 
     def follow(self, engine: Engine) -> None:
         """Abandon `engine` when the world of this worker is over; a newcomer is in none."""
-        self._engine = engine
-        if self.world is None:
+        self._engine, world = engine, self.world
+        if world is None:
             engine.abandon(HorovodInternalError(NOT_IN_A_WORLD))
             return
-        engine.on_stall = partial(self._tell_late, self.world)
+        # The driver may give up the ranks that are late.
+        engine.on_stall = lambda late: self.link.tell_late(
+            world.epoch, [world.numbers[rank] for rank in late]
+        )
         over = self.link.over(self.epoch)
         if over is not None:
             engine.abandon(over)
@@ -201,10 +203,6 @@ class ElasticWorker:
         engine = self._engine
         if engine is not None and epoch in (0, self.epoch):
             engine.abandon(error)
-
-    def _tell_late(self, world: World, late: Sequence[int]) -> None:
-        """Let the driver give up the ranks that are late; called on the engine thread of rank 0."""
-        self.link.tell_late(world.epoch, [world.numbers[rank] for rank in late])
 
     def is_over(self) -> bool:
         """Return whether the driver has ended the world of this worker."""

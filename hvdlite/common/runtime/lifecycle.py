@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
@@ -156,10 +157,13 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
         for runtime in this_process.shut_down:  # All ranks of their worlds have left, or are lost.
             runtime.engine.abandon(HorovodInternalError("the world of this engine is over"))
         connected = worker.connect(offer, config)
+        recording, settings = worker.lasting.recording, config
         if isinstance(offer, World):
-            worker.lasting.recording.enter(offer, worker.sets.follows)
+            recording.enter(offer, worker.sets.follows)
         new = [] if worker.sets.follows else sets
-        settings = worker.lasting.recording.with_new_files(config)
+        if config.autotune_log:  # Each world has a file of its own.
+            file = recording.new_file(config.autotune_log, of_rank=False)
+            settings = replace(config, autotune_log=file)
         _begin(connected, comm, new, settings)
         _forget_finished()
 

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
@@ -174,12 +173,6 @@ class Recording:
             if not (self._epoch and os.path.exists(file)):
                 break
         return file
-
-    def with_new_files(self, config: Config) -> Config:
-        """Return the settings of a world, whose log of autotuning is a file of its own."""
-        if not config.autotune_log:
-            return config
-        return replace(config, autotune_log=self.new_file(config.autotune_log, of_rank=False))
 
     def stop(self) -> None:
         """Complete the file, and want none."""
