@@ -37,6 +37,7 @@ class Autotuning:
         self._size = topology.size
         self._retune = retune
         self._tuner = Autotuner(config, topology)
+        self.settings_applied = self._tuner.settings_applied  # rank 0 has executed the last order
         self._log = AutotuneLog(config.autotune_log)
 
     def observe(self, run: SegmentRun) -> None:
@@ -50,10 +51,6 @@ class Autotuning:
         if self._tuner.finished:
             self.stop_observing()
             log.info("autotuning has ended, and keeps %s", self._tuner.text)
-
-    def settings_applied(self) -> None:
-        """Confirm that rank 0 has executed the last order."""
-        self._tuner.settings_applied()
 
 
 class AutotuneLog:

@@ -94,6 +94,7 @@ class Engine:
         self.on_stall: Callable[[tuple[int, ...]], None] = lambda late: None
         self._transport, self._config, self._timeline = transport, config, timeline
         self._pending = PendingTable(self.rank)
+        self.outstanding = self._pending.outstanding  # the tensors that are not complete
         self._memory = ResponseMemory(self.rank, self._pending)
         self._control_plane = ControlPlane(
             transport, config, timeline, self._memory, self.process_sets, clock
@@ -264,10 +265,6 @@ class Engine:
         if not self.departed.is_set():
             self._launcher_orders.append(LauncherOrder(rank, line))
             self._transport.wake()
-
-    def outstanding(self) -> list[tuple[str, float]]:
-        """Return the tensors that are not complete; see `PendingTable.outstanding`."""
-        return self._pending.outstanding()
 
     @property
     def clock_offset_seconds(self) -> float:

@@ -146,36 +146,28 @@ class Inbox:
         An entry that nobody else has taken yet may be a short call. If others have gathered before
         it, they are reported together, unless it has no data.
         """
-        short_calls = self._short_calls
-        entry = None if short_calls is None else self._latest(handle)
+        short_calls, entry = self._short_calls, None
+        if short_calls is not None:
+            with self._lock:
+                latest = self._entries[-1] if self._entries else None
+                if latest is not None and latest.handle is handle:
+                    entry = latest if len(self._entries) == 1 or not latest.size_bytes else None
         if entry is None or short_calls is None:
             self.hurry()
             return
         try:
-            if self._take(entry):
+            with self._lock:
+                taken = bool(self._entries) and self._entries[-1] is entry
+                if taken:  # From here on the handle has no queue.
+                    self._bytes -= entry.size_bytes
+                    self._kept = entry.handle.queue = None
+                    self._entries.pop()
+            if taken:  # Else others have taken it.
                 short_calls.run(entry)
             self._put_back(entry, short_calls)
         except BaseException:  # A KeyboardInterrupt: the other ranks need this entry.
             self._put_back(entry, short_calls)
             raise
-
-    def _latest(self, handle: Handle) -> Entry | None:
-        """Return the entry of a handle if it is the latest, and alone or without data."""
-        with self._lock:
-            entry = self._entries[-1] if self._entries else None
-            if entry is None or entry.handle is not handle:
-                return None
-            return None if len(self._entries) > 1 and entry.size_bytes else entry
-
-    def _take(self, entry: Entry) -> bool:
-        """Remove an entry, whose handle has no queue then; False if others have taken it."""
-        with self._lock:
-            if not self._entries or self._entries[-1] is not entry:
-                return False
-            self._bytes -= entry.size_bytes
-            self._kept = entry.handle.queue = None
-            self._entries.pop()
-            return True
 
     def _put_back(self, entry: Entry, short_calls: ShortCalls) -> None:
         """Let the engine have an entry that was taken in vain, or is still there."""

@@ -88,6 +88,7 @@ class ShortCalls:
         """Take part only while `may_run`: others see it before they wait."""
         self._rank, self._exchange, self._executor = rank, exchange, executor
         self._pending, self._process_sets, self._may_run = pending, process_sets, may_run
+        self.is_pending = pending.has  # whether an entry is neither complete nor failed
         self._is_open = False
         self._released = False
         # Guards `_is_open` and `_released`, and keeps the memory mapped while a thread writes it.
@@ -125,10 +126,6 @@ class ShortCalls:
             return self._exchanged(prepared, entry)
         finally:
             lock.release()
-
-    def is_pending(self, entry: Entry) -> bool:
-        """Return whether an entry is neither complete nor failed."""
-        return self._pending.has(entry)
 
     def decline(self, entries: Sequence[Entry]) -> None:
         """Tell the others of entries that are reported now, and may be short calls elsewhere."""

@@ -95,7 +95,11 @@ class HierarchicalBackend(HostsBackend):
     ) -> None:
         """Run one phase after the other: a small segment does not fill a pipeline."""
         local = layers.local
-        counts = [_slice_counts(array.size, layers.slices, local.size) for array in inputs]
+        counts = []
+        for array in inputs:
+            parts = [even_part(array.size, layers.slices, part) for part in range(layers.slices)]
+            none = [0] * (local.size - layers.slices)  # Of the members beyond the slices.
+            counts.append([part.stop - part.start for part in parts] + none)
         mine = [sizes[local.index] for sizes in counts]
         partial = [np.empty(size, arithmetic.accumulator) for size in mine]
         result = [np.empty(size, arithmetic.output_dtype) for size in mine]
@@ -175,7 +179,14 @@ class _Pipeline:
         if piece % BLOCK_PIECES:
             return
         block = piece // BLOCK_PIECES
-        memory = self._free.pop() if self._free else self._new_block()
+        if self._free:
+            memory = self._free.pop()
+        else:
+            shape, dtype = (self._chunks, self._length), self._arithmetic.accumulator
+            sums = results = np.empty(shape, dtype)
+            if self._arithmetic.output_dtype != dtype:
+                results = np.empty(shape, self._arithmetic.output_dtype)
+            memory = sums, results
         self._partial[block], self._result[block] = memory
         arrays, counts = self._parts(self._sources, block)
         partial = self._rows(memory[0], block)
@@ -194,13 +205,6 @@ class _Pipeline:
         result = self._rows(memory[1], block)
         self._shm.allgather(self._layers.local, result, arrays, counts, self._activity)
         self._free.append(memory)
-
-    def _new_block(self) -> tuple[Array, Array]:
-        shape = (self._chunks, self._length)
-        partial = np.empty(shape, self._arithmetic.accumulator)
-        if self._arithmetic.output_dtype == self._arithmetic.accumulator:
-            return partial, partial
-        return partial, np.empty(shape, self._arithmetic.output_dtype)
 
     def _parts(
         self, slices: Sequence[Sequence[Chain]], block: int
@@ -224,9 +228,3 @@ class _Pipeline:
         start = block * self._length
         sizes = [min(max(chunk.size - start, 0), self._length) for chunk in self._slice_chunks]
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
-
-
-def _slice_counts(size: int, slices: int, local_size: int) -> list[int]:
-    """Return how many of `size` elements each local member has. Those beyond `slices` have none."""
-    parts = [even_part(size, slices, part) for part in range(slices)]
-    return [part.stop - part.start for part in parts] + [0] * (local_size - slices)

@@ -122,7 +122,6 @@ class ShortExchange:
         # By the ranks of the members: what is the same in all calls, and what it points to.
         self._groups: dict[tuple[int, ...], tuple[ShortCall, Array]] = {}
         self._cores = len(os.sched_getaffinity(0))
-        self._spin_ns = int(SPIN_SECONDS * 1e9) if self._cores > len(self._ranks) else 0
         # One thread of this rank at a time: it alone writes the buffers of the slot.
         self.locks = [threading.Lock() for _ in range(SMALL_SLOTS + LARGE_SLOTS)]
 
@@ -157,7 +156,7 @@ class ShortExchange:
                 local=address(local),
                 memory=address(self._memory),
                 timeout_ns=int(TIMEOUT_SECONDS * 1e9),
-                spin_ns=self._spin_ns,
+                spin_ns=int(SPIN_SECONDS * 1e9) if self._cores > len(self._ranks) else 0,
                 declines=-1,
             )
             known = self._groups[members.ranks] = group, local
@@ -264,7 +263,7 @@ class ShortCallData:
         """Set what this rank gives, and takes if its size is known; False if it is too much."""
         call = self.call
         nbytes = entry.size_bytes
-        if call.counts:  # Tell how many rows this rank gives, or gives to each member.
+        if call.counts:  # This rank tells how many rows it gives, or gives to each member.
             rows = entry.splits if self._spec.splits else entry.request.shape[:1]
             for place, count in enumerate(rows):
                 self._rows[place] = count
