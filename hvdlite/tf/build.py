@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from hvdlite.common.collectives.native import build
-from hvdlite.tf.native.library import recipe
+from hvdlite.tf.native.loader import recipe
 
 if __name__ == "__main__":
     sys.exit(build.main(recipe(), __doc__))

@@ -88,10 +88,10 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, variance, count = _whole_batch(input, process_set)
         dtype = _wide(input).dtype if weight is None else _wide(weight).dtype
-        mean_variance_weight_bias = (
-            None if each is None else each.to(dtype) for each in (mean, variance, weight, bias)
+        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
+        output = torch.nn.functional.batch_norm(
+            input, mean.to(dtype), variance.to(dtype), scale, shift, eps=eps
         )
-        output = torch.nn.functional.batch_norm(input, *mean_variance_weight_bias, eps=eps)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
         ctx.process_set, ctx.count = process_set, count
         unbiased_variance = variance * count / (count - 1)

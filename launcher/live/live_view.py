@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address
@@ -28,7 +28,6 @@ from hvdlite.launcher.processes.event_loop import EventLoop
 
 if TYPE_CHECKING:
     from hvdlite.launcher.inspection.service import LocalService
-    from hvdlite.launcher.jobs.job import Job
     from hvdlite.launcher.live.page import LivePage
 
 STREAM = "stderr"  # Where the table is shown: standard output may go to a file.
@@ -39,10 +38,20 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 LINGER_SECONDS = 1.5
 
 
+class WayDown(Protocol):
+    """How the ranks of a job are reached; see `Job`, which makes this view."""
+
+    def order(self, number: int, line: str) -> str:
+        """Give an order to a process, if it listens; return why that cannot be, or ""."""
+
+    def let_count(self) -> None:
+        """Let all ranks count from now on, also those that are not started yet."""
+
+
 class LiveView:
     """Gathers what the ranks of a job count, and shows it where `options` say so.
 
-    `say` prints a line of hvdlite-run's own. The ranks are reached by way of the `job`.
+    `say` prints a line of hvdlite-run's own.
     """
 
     def __init__(
@@ -51,7 +60,7 @@ class LiveView:
         loop: EventLoop,
         say: Callable[[str], None],
         console: Console,
-        way: Job | None = None,
+        way: WayDown | None = None,
     ) -> None:
         """Begin to serve. Raises `ConfigError` where that cannot be."""
         self.job = JobView()

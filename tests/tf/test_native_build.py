@@ -13,8 +13,8 @@ import tensorflow as tf
 import hvdlite.tf as hvd
 from hvdlite.common.collectives.native import build
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.tf.native import library as native
-from hvdlite.tf.native.library import recipe
+from hvdlite.tf.native import loader as native
+from hvdlite.tf.native.loader import recipe
 from tests.compilers import Compiler
 from tests.parallel.jobs import run_command
 from tests.ranks import run_ranks

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,9 +25,6 @@ from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.tensors.numpy_adapter import Array
-
-if TYPE_CHECKING:
-    from hvdlite.tf.calls.collective_call import Call
 
 log = logging.getLogger("hvdlite")
 
@@ -193,22 +191,27 @@ DEVICE_TYPE = "GPU"  # Of tensors that a library reduces, in TensorFlow's words.
 HOST_TYPE = "CPU"
 
 
-def accelerator_now(call: Call) -> Accelerator | None:
+def accelerator_now(
+    tensors: Sequence[tf.Tensor], runtime: Callable[[], Runtime]
+) -> Accelerator | None:
     """Return the GPU that has all tensors of a call, made eagerly; None if they are on the host."""
-    for tensor in call.tensors:
+    for tensor in tensors:
         # Tensors of 32-bit integers say that they are on a GPU, and their memory is the host's.
         if f":{DEVICE_TYPE}:" not in tensor.backing_device or tensor.dtype.name not in DTYPES:
             return None
-    return accelerator_of(call.runtime()) if call.tensors else None
+    return accelerator_of(runtime()) if tensors else None
 
 
-def is_placed(call: Call, runtime: Runtime | None) -> bool:
-    """Return whether a call in a graph runs on the GPU: one without splits, which hosts read."""
-    if not call.tensors or len(call.inputs) > len(call.tensors):
+def is_placed(tensors: Sequence[tf.Tensor], inputs: int, runtime: Runtime | None) -> bool:
+    """Return whether a call in a graph runs on the GPU: one without splits, which hosts read.
+
+    `inputs` counts its tensors, and its splits.
+    """
+    if not tensors or inputs > len(tensors):
         return False
     if accelerator_of(runtime) is None or not tf.config.list_physical_devices(DEVICE_TYPE):
         return False
-    for tensor in call.tensors:
+    for tensor in tensors:
         device = tf.DeviceSpec.from_string(tensor.device).device_type if tensor.device else None
         if tensor.dtype.name not in DTYPES or device not in (None, DEVICE_TYPE):
             return False

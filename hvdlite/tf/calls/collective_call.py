@@ -251,7 +251,7 @@ def _wait_for_all(calls: Sequence[Call], collectives: Sequence[Started]) -> list
 
 
 def _start_now(call: Call) -> Started:
-    accelerator = accelerator_now(call)
+    accelerator = accelerator_now(call.tensors, call.runtime)
     if accelerator is None:
         return call.start([*map(array_of, call.inputs)])
     values: list[Any] = [

@@ -96,7 +96,7 @@ def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
 
 
 def _start(call: Call) -> tf.Tensor:
-    placed = is_placed(call, find())
+    placed = is_placed(call.tensors, len(call.inputs), find())
 
     def start(*arrays: Array) -> Any:
         runtime = call.runtime()

@@ -20,7 +20,7 @@ from hvdlite.tf.calls.collective_call import Call, TensorCall, run_now
 from hvdlite.tf.calls.python_graph_ops import graphs_around
 from hvdlite.tf.errors import InvalidArgumentError, WithoutOwnFrames
 from hvdlite.tf.native import graph_ops
-from hvdlite.tf.native.library import library
+from hvdlite.tf.native.loader import library
 from hvdlite.tf.topology_ops import answer
 
 

@@ -15,7 +15,7 @@ import math
 import secrets
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -36,9 +36,7 @@ from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, placed_at
 from hvdlite.tf.calls.bucket_call import BucketCall
 from hvdlite.tf.calls.collective_call import ADAPTER, Call, Started, by_call
 from hvdlite.tf.calls.python_graph_ops import graphs_around, in_any_order
-
-if TYPE_CHECKING:
-    from hvdlite.tf.native.library import Library
+from hvdlite.tf.native.library import Library
 
 
 class _Registered:
@@ -70,7 +68,7 @@ def supports(call: Call) -> bool:
 def run_in_graph(library: Library, calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     """Make operations in the current graph that start all calls, and wait for all of them."""
     runtime = find()
-    placed = [is_placed(call, runtime) for call in calls]
+    placed = [is_placed(each.tensors, len(each.inputs), runtime) for each in calls]
     accelerator = accelerator_of(runtime)
     if any(placed) and accelerator is not None:
         library.use(accelerator)

@@ -32,7 +32,7 @@ from hvdlite.tf.accelerators.library import (
     TensorFlowLibrary,
     accelerator_of,
 )
-from hvdlite.tf.native.library import library
+from hvdlite.tf.native.loader import library
 from hvdlite.tools import trials
 from tests.common.devices.nccl.fake import Fake
 from tests.elastic_job import ElasticJob, Worker
