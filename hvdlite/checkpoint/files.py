@@ -86,6 +86,12 @@ class Reader:
             file.__exit__(None, None, None)
         self._open.clear()
 
+    def open(self, name: str, wanted: Box) -> None:
+        """Open the files of which `read` needs a part. Raises as that."""
+        record = self._manifest.tensors[name]
+        for source, _ in pieces(record.layout, record.shape, wanted):
+            self._file(source, name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
         return self._manifest.tensors[name].shape

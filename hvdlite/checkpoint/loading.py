@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.checkpoint import trees
 from hvdlite.checkpoint.files import Reader, safetensors
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.manifest import Manifest, Record
+from hvdlite.checkpoint.opened import Opened, on_all_ranks
 from hvdlite.checkpoint.tensors import Tensors, kinds_of
 from hvdlite.checkpoint.trees import given_layouts, hint
 from hvdlite.common.base.warn import warn_user
@@ -51,7 +53,8 @@ class Plan:
 
 
 def load(
-    find: Callable[[], Manifest],
+    locate: Callable[[], Path],
+    describe: Callable[[Path], Manifest],
     state: Any,
     layouts: Mapping[str, Any] | None,
     tensors: Tensors,
@@ -60,21 +63,26 @@ def load(
 ) -> Any:
     """Give the state the values of a checkpoint, and return it.
 
-    `find` returns the manifest; what it raises is raised on all ranks. `what` names the load.
+    `locate` returns the path of the layout.json, and `describe` what that says; what they raise is
+    raised on all ranks. `what` names the load.
     """
     rank, ranks = place()
-    plans: list[tuple[Manifest, Plan]] = []
+    plans: list[tuple[Reader, Plan]] = []
 
-    def prepare() -> bytes:
+    def prepare(opened: Opened) -> bytes:
         safetensors()
-        found = find()
-        plans.append((found, plan_of(found, state, layouts, tensors, options, rank, ranks)))
-        return hashlib.sha256(repr(sorted(plans[0][1].facts.items())).encode()).digest()
+        found = describe(opened.path)
+        plan = plan_of(found, state, layouts, tensors, options, rank, ranks)
+        reader = opened.files.enter_context(Reader(found, options.verify))
+        for name, wanted in plan.tensors.items():
+            reader.open(name, wanted.box)
+        plans[:] = [(reader, plan)]
+        return hashlib.sha256(repr(sorted(plan.facts.items())).encode()).digest()
 
-    digests = together(what, prepare)
-    found, plan = plans[0]
-    check_same(what, plan.facts, digests)
-    return together(what, lambda: _Result(_read(found, plan, state, tensors, options)))[rank].state
+    with on_all_ranks(what, locate, prepare) as digests:
+        reader, plan = plans[0]
+        check_same(what, plan.facts, digests)
+        return together(what, lambda: _Result(_read(reader, plan, state, tensors)))[rank].state
 
 
 class _Result:
@@ -87,14 +95,13 @@ class _Result:
         return _Result, (None,)
 
 
-def _read(manifest: Manifest, plan: Plan, state: Any, tensors: Tensors, options: Options) -> Any:
+def _read(reader: Reader, plan: Plan, state: Any, tensors: Tensors) -> Any:
     found: dict[str, Any] = dict(plan.values)
-    with Reader(manifest, options.verify) as reader:
-        for name, wanted in plan.tensors.items():
-            array = reader.read(name, wanted.box)
-            if array.dtype.name != wanted.dtype:
-                array = array.astype(numpy_dtype(wanted.dtype))
-            found[name] = tensors.store(wanted.tensor, array)
+    for name, wanted in plan.tensors.items():
+        array = reader.read(name, wanted.box)
+        if array.dtype.name != wanted.dtype:
+            array = array.astype(numpy_dtype(wanted.dtype))
+        found[name] = tensors.store(wanted.tensor, array)
     return trees.fill(state, plan.tree, found, tensors)
 
 

@@ -66,7 +66,8 @@ class Folder:
 
     def existing(self) -> Path:
         """Return the folder to read. Raises `FileNotFoundError` where there is no checkpoint."""
-        for path in (self.path, self.old):
+        # Often, as a save may put a checkpoint to the one name after the look at the other one.
+        for path in (self.path, self.old) * 10:
             if is_checkpoint(path):
                 return path
         reason = f"has no {MANIFEST}" if self.path.exists() else "does not exist"

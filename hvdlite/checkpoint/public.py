@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.checkpoint import loading, manifest, saving, trees
-from hvdlite.checkpoint.files import Reader, safetensors
+from hvdlite.checkpoint.files import Array, Reader, safetensors
 from hvdlite.checkpoint.job import in_turn, place, together
 from hvdlite.checkpoint.manifest import MANIFEST, Folder, Manifest
+from hvdlite.checkpoint.opened import Opened, alone
 from hvdlite.checkpoint.tensors import Tensors
 from hvdlite.checkpoint.trees import flat_layouts, gathered
 from hvdlite.common.layouts import transfer
@@ -74,7 +75,9 @@ class CheckpointForms:
           needed, for which the whole part is read.
 
         Raises `FileNotFoundError`, `ValueError` for other shapes and dtypes and for damaged files,
-        and as `save` does. A state may be loaded in part where files are missing or damaged.
+        `OSError` for a folder that saves replace all the while, `HorovodInternalError` where ranks
+        read different checkpoints, and as `save` does. A state may be loaded in part where files
+        are damaged.
         """
         folder = Folder(directory)
         tensors = gathered(f"load of {folder.path}", state, self._tensors)
@@ -93,7 +96,8 @@ class CheckpointForms:
         options: loading.Options,
     ) -> Any:
         return loading.load(
-            lambda: manifest.read(folder.existing() / MANIFEST),
+            lambda: folder.existing() / MANIFEST,
+            manifest.read,
             state,
             layouts,
             tensors,
@@ -167,7 +171,12 @@ class CheckpointForms:
         wanted = flat_layouts(dst_layouts)
         shapes: dict[str, Any] = {}
         if isinstance(src_layouts, (str, os.PathLike)):
-            found = manifest.read(Folder(src_layouts).existing() / MANIFEST)
+            source = Folder(src_layouts)
+            found = alone(
+                f"reading of {source.path}",
+                lambda: source.existing() / MANIFEST,
+                lambda opened: manifest.read(opened.path),
+            )
             held = {name: record.layout for name, record in found.tensors.items()}
             shapes = {name: record.shape for name, record in found.tensors.items()}
         else:
@@ -203,7 +212,8 @@ class CheckpointForms:
             lambda: _strategy_file(checkpoint_filenames, train_strategy_filename),
         )[place()[0]]
         return loading.load(
-            lambda: _given_files(found, checkpoint_filenames),
+            lambda: _existing(found),
+            lambda path: _given_files(path, checkpoint_filenames),
             network,
             predict_strategy,
             self._tensors,
@@ -223,8 +233,15 @@ def _strategy_file(filenames: Any, strategy: PathLike | None) -> str:
     return str(Path(filenames[0]).with_name(MANIFEST) if strategy is None else strategy)
 
 
-def _given_files(strategy: str, filenames: Sequence[str]) -> Manifest:
-    found = manifest.read(Path(strategy))
+def _existing(strategy: str) -> Path:
+    path = Path(strategy)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint: {path} does not exist")
+    return path
+
+
+def _given_files(strategy: Path, filenames: Sequence[str]) -> Manifest:
+    found = manifest.read(strategy)
     if len(filenames) != len(found.files):
         raise ValueError(
             f"{len(filenames)} files are given, and {strategy} is of a job with "
@@ -235,11 +252,17 @@ def _given_files(strategy: str, filenames: Sequence[str]) -> Manifest:
 
 def _consolidate(source: Folder, target: Folder) -> None:
     safetensors()
-    found = manifest.read(source.existing() / MANIFEST)
-    arrays = {}
-    with Reader(found) as reader:
-        for name, record in found.tensors.items():
-            arrays[name] = reader.read(name, tuple((0, length) for length in record.shape))
+
+    def read(opened: Opened) -> tuple[Manifest, dict[str, Array]]:
+        found = manifest.read(opened.path)
+        arrays = {}
+        with Reader(found) as reader:
+            for name, record in found.tensors.items():
+                arrays[name] = reader.read(name, tuple((0, length) for length in record.shape))
+        return found, arrays
+
+    what = f"consolidation of {source.path}"
+    found, arrays = alone(what, lambda: source.existing() / MANIFEST, read)
     saving.write_alone(target, arrays, found.values, found.keys)
 
 

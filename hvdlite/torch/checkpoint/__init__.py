@@ -17,7 +17,8 @@ from typing import Any
 from hvdlite.checkpoint import public, trees
 from hvdlite.checkpoint.job import in_turn, together
 from hvdlite.checkpoint.loading import Options
-from hvdlite.checkpoint.manifest import MANIFEST, Folder
+from hvdlite.checkpoint.manifest import DCP_METADATA, MANIFEST, Folder
+from hvdlite.checkpoint.opened import ATTEMPTS
 from hvdlite.checkpoint.public import *  # noqa: F403
 from hvdlite.checkpoint.public import CheckpointForms
 from hvdlite.checkpoint.tensors import Owner, Tensors
@@ -99,11 +100,16 @@ def _has_dtensors(tree: Any) -> bool:
 
 
 def _is_of_dcp(folder: Folder) -> bool:
-    try:
-        path = folder.existing()
-    except FileNotFoundError:  # which load() raises on all ranks
-        return False
-    return not (path / MANIFEST).is_file()
+    for _ in range(ATTEMPTS):
+        try:
+            path = folder.existing()
+        except FileNotFoundError:  # which load() raises on all ranks
+            return False
+        for name in (MANIFEST, DCP_METADATA):
+            if (path / name).is_file():
+                return name == DCP_METADATA
+        # There is neither: a save has just renamed it.
+    return False
 
 
 globals().update(public.functions_of(TorchForms()))

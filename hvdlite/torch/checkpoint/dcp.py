@@ -7,11 +7,8 @@ tensors: load only checkpoints that you trust.
 from __future__ import annotations
 
 import dataclasses
-import errno
-import io
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,21 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
+from torch.distributed.checkpoint.planner import SavePlan
 
 from hvdlite.checkpoint import keys, loading, saving, trees
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.loading import Options
 from hvdlite.checkpoint.manifest import (
+    DCP_METADATA,
     Folder,
     Keys,
     Manifest,
@@ -41,14 +32,15 @@ from hvdlite.checkpoint.manifest import (
     keys_of_json,
     keys_to_json,
 )
+from hvdlite.checkpoint.opened import Opened, alone, on_all_ranks
 from hvdlite.checkpoint.tensors import Part, Tensors, kinds_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.layouts.layout import whole
 from hvdlite.common.tensors.adapter import numpy_dtype
+from hvdlite.torch.checkpoint.dcp_files import Reader, Writer, load_planner
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor, local
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_tensor
 
-_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _KEYS = "hvdlite.keys"  # in the `planner_data` of the description: see `Manifest.keys`
 
 
@@ -87,7 +79,7 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
 
     def write() -> None:
         planner = _SavePlanner(written)
-        state_dict_saver.save(flat, storage_writer=_Writer(folder.new), planner=planner)
+        state_dict_saver.save(flat, storage_writer=Writer(folder.new), planner=planner)
 
     try:
         # Ranks may hold different entries, and rank 0 describes all of them.
@@ -133,42 +125,40 @@ def load(
     """Give a state the values of a checkpoint of DCP, each rank the parts of its DTensors."""
     what = f"load of {folder.path}"
     rank, ranks = place()
-    plans: list[loading.Plan] = []
+    plans: list[tuple[loading.Plan, Reader, dict[str, Any]]] = []
 
-    def prepare() -> bytes:
+    def prepare(opened: Opened) -> bytes:
         _check(layouts)
-        found = _manifest(_metadata(folder))
+        reader = opened.files.enter_context(Reader(opened.path.parent))
+        found = _manifest(reader.described())
         shapes = _ShapesOnly()
         shapes.whole = tensors.whole
-        checked = loading.plan_of(found, state, None, shapes, options, rank, ranks)
-        plans.append(checked)
-        return repr(sorted(plans[0].facts.items())).encode()
+        plan = loading.plan_of(found, state, None, shapes, options, rank, ranks)
+        flat = {
+            name: _of_torch(wanted.tensor, wanted.dtype) for name, wanted in plan.tensors.items()
+        }
+        flat.update(plan.values)
+        reader.open_files(flat)
+        plans[:] = [(plan, reader, flat)]
+        return repr(sorted(plan.facts.items())).encode()
 
-    digests = together(what, prepare)
-    plan = plans[0]
-    check_same(what, plan.facts, digests)
-    flat: dict[str, Any] = {
-        name: _of_torch(wanted.tensor, wanted.dtype) for name, wanted in plan.tensors.items()
-    }
-    flat.update(plan.values)
-    together(what, lambda: _unwrapped(what, lambda: _load(folder, flat, not dist.is_initialized())))
+    with on_all_ranks(what, lambda: folder.existing() / DCP_METADATA, prepare) as digests:
+        plan, reader, flat = plans[0]
+        check_same(what, plan.facts, digests)
+        is_alone = not dist.is_initialized()
+        together(what, lambda: _unwrapped(what, lambda: _load(reader, flat, is_alone)))
     for name, wanted in plan.tensors.items():
         if flat[name] is not wanted.tensor:
             flat[name] = tensors.store(wanted.tensor, tensors.array(flat[name]))
     return trees.fill(state, plan.tree, flat, tensors)
 
 
-def _load(folder: Folder, flat: dict[str, Any], alone: bool) -> None:
-    reader = _Reader(folder.existing())
-    planner = DefaultLoadPlanner(
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,  # which would copy the dict
-    )
+def _load(reader: Reader, flat: dict[str, Any], is_alone: bool) -> None:
     # The public load() of older versions takes part in a group that there is, also for one rank.
     with warnings.catch_warnings():
         # They warn of the pickle of values, too, which docs/checkpoints.md tells.
         warnings.filterwarnings("ignore", "You are using `torch.load`", FutureWarning)
-        state_dict_loader._load_state_dict(flat, reader, no_dist=alone, planner=planner)
+        state_dict_loader._load_state_dict(flat, reader, no_dist=is_alone, planner=load_planner())
 
 
 def consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
@@ -180,29 +170,26 @@ def consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
 
 
 def _consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
-    metadata = _metadata(source)
-    flat: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for name, entry in metadata.state_dict_metadata.items()
-    }
-    _unwrapped(f"consolidation of {source.path}", lambda: _load(source, flat, True))
+    what = f"consolidation of {source.path}"
+
+    def read(opened: Opened) -> tuple[Metadata, dict[str, Any]]:
+        reader = opened.files.enter_context(Reader(opened.path.parent))
+        metadata = reader.described()
+        flat: dict[str, Any] = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+        _unwrapped(what, lambda: _load(reader, flat, True))
+        return metadata, flat
+
+    metadata, flat = alone(what, lambda: source.existing() / DCP_METADATA, read)
     arrays = {name: tensors.array(leaf) for name, leaf in flat.items() if tensors.is_tensor(leaf)}
     values = {name: leaf for name, leaf in flat.items() if name not in arrays}
     for name, value in values.items():
         trees.check_value(value, name)
     saving.write_alone(target, arrays, values, _manifest(metadata).keys)
-
-
-def _metadata(folder: Folder) -> Metadata:
-    path = folder.existing()
-    try:
-        return _Reader(path).read_metadata()
-    except OSError:  # It cannot be read, which is no damage.
-        raise
-    except Exception as error:  # Damage makes a pickle do anything.
-        raise ValueError(f"{path}/.metadata is damaged: {error}") from error
 
 
 def _manifest(metadata: Metadata) -> Manifest:
@@ -250,59 +237,3 @@ def _unwrapped(what: str, work: Callable[[], Any]) -> None:
         if isinstance(cause, (OSError, ValueError, KeyError, TypeError, MemoryError)):
             raise cause  # noqa: B904 - it has causes of its own
         raise ValueError(f"{what}: {type(cause).__name__}: {cause}") from cause
-
-
-# What DCP says of a file that cannot be written or read, in words that help. DCP pickles an error
-# for the other ranks, without its causes, so it is said where it happens.
-
-
-class _Writer(FileSystemWriter):
-    """Raises `OSError` where a file cannot be written."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write this rank's file."""
-        try:
-            return super().write_data(plan, planner)
-        except (OSError, RuntimeError) as error:  # torch's writer raises the second one.
-            cause: BaseException | None = error  # The first `OSError` among it and its causes.
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is error and cause.errno not in _FULL:
-                raise
-            text = (
-                f"{self.path} could not be written (is the disk full, or a limit on the size of "
-                f"files reached?): {error if cause is None else cause.strerror}"
-            )
-            raise (OSError(text) if cause is None else OSError(cause.errno, text)) from error
-
-
-class _Reader(FileSystemReader):
-    """Raises `ValueError` that names a file which is damaged."""
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Read what this rank needs."""
-        try:
-            return super().read_data(plan, planner)
-        except (OSError, MemoryError):  # It cannot be read, which is no damage.
-            raise
-        except Exception as error:  # Damage makes a pickle do anything.
-            path = self._damaged(plan)
-            if path is None:
-                raise
-            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise ValueError(f"{path} is damaged: {reason}") from error
-
-    def _damaged(self, plan: LoadPlan) -> Path | None:
-        """Return the first file of which a part that is needed cannot be read."""
-        for item in plan.items:
-            stored = self.storage_data[item.storage_index]
-            path: Path = Path(self.path) / stored.relative_path
-            try:
-                with path.open("rb") as file:
-                    file.seek(stored.offset)
-                    part = io.BytesIO(file.read(stored.length))
-                is_tensor = item.type != LoadItemType.BYTE_IO
-                torch.load(part, map_location="cpu", weights_only=is_tensor)
-            except Exception:
-                return path
-        return None
