@@ -45,7 +45,7 @@ class CheckpointForms:
         All ranks call it with a folder that they share. A save that is killed leaves the old
         checkpoint. Raises `ValueError` and `TypeError` for wrong arguments, `OSError`,
         `ImportError` without the package safetensors, and `HorovodInternalError` if ranks disagree
-        about a tensor or another rank fails.
+        about a tensor, give different folders, or another rank fails.
         """
         folder = Folder(directory)
         tensors = gathered(f"save of {folder.path}", state, self._tensors)

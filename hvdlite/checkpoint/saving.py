@@ -12,6 +12,7 @@ from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.manifest import Folder, Keys, Manifest, Record
 from hvdlite.checkpoint.tensors import Array, Tensors, kinds_of
 from hvdlite.checkpoint.trees import given_layouts
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.layouts.layout import whole
 from hvdlite.common.layouts.transfer import writers
 
@@ -59,6 +60,7 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
 
     try:
         digests = together(what, prepare)
+        check_shared(what, folder)
         if len(set(digests)) > 1:
             left_out = compression.uncommon(together(what, lambda: plans[0].facts))
             plans[0] = plans[0].without(left_out)
@@ -80,6 +82,20 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
         if rank == 0:
             folder.discard()
         raise
+
+
+def check_shared(what: str, folder: Folder) -> None:
+    """Raise `HorovodInternalError` on all ranks where one does not find the folder of rank 0."""
+    found = together(what, lambda: (folder.new.is_dir(), str(folder.path)))
+    for rank, (is_there, path) in enumerate(found):
+        if not is_there:
+            raise HorovodInternalError(
+                f"{what}: rank {rank}, which saves to {path}, does not find the folder that rank 0 "
+                f"has made for {found[0][1]}: all ranks must give the same folder, on a file "
+                "system that all hosts share; threads must save in the same order on all ranks",
+                rank,
+                job_goes_on=True,
+            )
 
 
 def plan_of(state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors, ranks: int) -> Plan:

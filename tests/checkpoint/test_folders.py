@@ -43,3 +43,23 @@ def test_ranks_with_copies_of_one_checkpoint(tmp_path: Path) -> None:
         assert np.array_equal(state["w"], FULL)
 
     run_ranks(2, main)
+
+
+def test_ranks_that_save_to_different_folders(tmp_path: Path) -> None:
+    hvd.checkpoint.save(tmp_path / "0", {"w": FULL})
+
+    def main(rank: int) -> None:
+        words = (
+            rf"rank 1, which saves to {tmp_path}/1, does not find the folder that rank 0 has made "
+            rf"for {tmp_path}/0: .* all hosts share; threads must save in the same order"
+        )
+        with pytest.raises(HorovodInternalError, match=words) as caught:
+            hvd.checkpoint.save(tmp_path / str(rank), {"w": FULL + 1})
+        assert caught.value.rank == 1
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == 2, "the job goes on"
+
+    run_ranks(2, main)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    state = {"w": np.zeros_like(FULL)}
+    hvd.checkpoint.load(tmp_path / "0", state)
+    assert np.array_equal(state["w"], FULL)

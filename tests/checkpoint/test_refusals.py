@@ -281,7 +281,10 @@ def test_a_state_that_another_rank_refuses_leaves_nothing_behind(tmp_path: Path)
 
 
 def test_ranks_that_save_to_different_folders_or_make_different_calls(tmp_path: Path) -> None:
-    """Neither waits for ever: one file is not where rank 0 looks, or the calls differ."""
+    """Neither waits for ever: one file is not where rank 0 looks, or the calls differ.
+
+    The new folder of rank 1 is one that a killed save has left.
+    """
     hvd.checkpoint.save(tmp_path / "it", {"w": FULL})
 
     def folders(rank: int) -> None:

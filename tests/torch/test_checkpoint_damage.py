@@ -146,5 +146,7 @@ def test_ranks_with_different_folders(by_dcp: None, tmp_path: Path) -> None:
         with pytest.raises(hvd.HorovodInternalError, match=rf"has that of {tmp_path}/0, rank 1 "):
             hvd.checkpoint.load(here, state)
         assert not torch.any(state["w"])
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1, .* does not find the folder"):
+            hvd.checkpoint.save(here, state)
 
     run_ranks(2, main)

@@ -84,6 +84,7 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
     try:
         # Ranks may hold different entries, and rank 0 describes all of them.
         of_ranks = together(what, prepare)
+        saving.check_shared(what, folder)
         written = keys_to_json({name: path for each in of_ranks for name, path in each.items()})
         together(what, lambda: _unwrapped(what, write))
         together(what, lambda: folder.commit() if rank == 0 else None)
