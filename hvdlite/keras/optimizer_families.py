@@ -267,6 +267,11 @@ def check_shardable(optimizer: Any, kind: Kind, settings: Settings) -> None:
             f"{type(optimizer).__name__}: a step over a flat variable gives other values than one "
             f"over the variables: {_NEED}"
         )
+    if _begins_with_weights(optimizer):
+        raise ValueError(
+            f"shard_state=True: the state of {type(optimizer).__name__} begins with the weights, "
+            "and a shard has none yet when state is made for it: leave shard_state out"
+        )
 
 
 def check_variable(variable: Any, who: str, remedy: str) -> None:
@@ -295,6 +300,23 @@ def treats_elements_alone(optimizer: Any) -> bool:
     except (TypeError, NotImplementedError):  # its configuration does not make another one
         return True
     return bool(np.allclose(_row(apart), flat[0], rtol=1e-4, atol=1e-6))
+
+
+def _begins_with_weights(optimizer: Any) -> bool:
+    """Return whether its state, before any step, is another one for other weights.
+
+    A copy of a rank's own weights would be no state either: they are made equal after it is built.
+    """
+    random = np.random.default_rng(2)
+    states = []
+    try:
+        for _ in range(2):
+            twin = type(optimizer).from_config(optimizer.get_config())
+            twin.build([keras.Variable(random.normal(size=5), dtype="float32", trainable=False)])
+            states.append([keras.ops.convert_to_numpy(each.value) for each in twin.variables])
+    except (TypeError, NotImplementedError):  # its configuration does not make another one
+        return False
+    return not all(map(np.array_equal, *states))
 
 
 def _row(arrays: Sequence[Any]) -> Any:

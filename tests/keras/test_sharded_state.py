@@ -104,6 +104,28 @@ def test_an_optimizer_that_looks_at_norms_is_found() -> None:
     run_ranks(1, main)
 
 
+def test_a_state_that_begins_with_the_weights_is_found() -> None:
+    class Lookahead(keras.optimizers.SGD):  # type: ignore[misc, name-defined]
+        """Has, beside a usual slot, what it goes back to later."""
+
+        def build(self, variables: Any) -> None:
+            if not self.built:
+                super().build(variables)
+                self.slow = self.add_optimizer_variables(variables, "slow")
+                for slow, variable in zip(self.slow, variables, strict=True):
+                    slow.assign(0.5 * variable)
+
+    def main(rank: int) -> None:
+        makes = [lambda: Lookahead(0.1, momentum=0.9)]
+        if hasattr(keras.optimizers, "ScheduleFreeAdamW"):  # Not in Keras 3.12.
+            makes.append(keras.optimizers.ScheduleFreeAdamW)
+        for make in makes:
+            with pytest.raises(ValueError, match="begins with the weights, and a shard has none"):
+                sharded(make)
+
+    run_ranks(1, main)
+
+
 def nadam() -> Any:
     return keras.optimizers.Nadam(0.01)
 
