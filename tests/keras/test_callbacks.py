@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from hvdlite import numpy as hvd
+from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.common.runtime.process_state import this_process
 from hvdlite.common.settings.config import Config
 from hvdlite.keras import DistributedOptimizer, callbacks
 from hvdlite.keras.framework import LEGACY, keras
@@ -462,6 +465,71 @@ def test_later_callbacks_see_the_average() -> None:
     mean = np.mean([own for own, _, _ in results])
     for _, seen, history in results:
         np.testing.assert_allclose([*seen, *history], [mean] * 2, rtol=1e-6)
+
+
+# -- a loss that is no number
+
+
+def stops(rank: int, bad: float, **arguments: Any) -> list[int]:
+    """The batches of two epochs of four; the inputs of the third are `bad` on rank 1."""
+    batches: list[int] = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batches.append(batch)
+    )
+    inputs = np.tile(INPUTS, (2, 1))
+    inputs[2] = bad if rank == 1 else inputs[2]
+    optimizer = DistributedOptimizer(
+        sgd(), process_set=arguments.get("process_set", global_process_set)
+    )
+    line([1, 2], optimizer).fit(
+        inputs, np.tile(TARGETS, (2, 1)), batch_size=1, shuffle=False, verbose=0, epochs=2,
+        callbacks=[callbacks.TerminateOnNaN(**arguments), count],
+    )  # fmt: skip
+    return batches
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_all_ranks_end_with_the_batch_of_which_one_has_no_loss(
+    bad: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(2, lambda rank: stops(rank, bad)) == [[0, 1, 2]] * 2
+    assert capfd.readouterr().out.count("batch 2: the loss of rank 1 is NaN or infinite") == 1
+
+
+@pytest.mark.timeout(60)
+def test_all_ranks_raise_where_one_has_no_loss() -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(RuntimeError, match="batch 2: the loss of rank 1 is NaN or infinite"):
+            stops(rank, np.nan, raise_error=True)
+
+    run_ranks(2, main)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_of_another_process_set_go_on() -> None:
+    def main(rank: int) -> list[int]:
+        own = [hvd.add_process_set([each]) for each in (0, 1)]
+        pair = hvd.add_process_set([1, 2])
+        return stops(rank, np.nan, process_set=pair if rank else own[0])
+
+    assert run_ranks(3, main) == [[0, 1, 2, 3] * 2, [0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [callbacks.TerminateOnNaN, partial(callbacks.BroadcastGlobalVariablesCallback, 0)],
+)
+def test_independent_workers_of_servers_are_told_why_they_are_no_ranks(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_process, "no_rank", "independent workers have no collectives")
+    with pytest.raises(ValueError, match="independent workers have no collectives"):
+        fit(line([1, 2], sgd()), make())
+
+
+def test_training_goes_on_where_all_losses_are_numbers() -> None:
+    assert run_ranks(2, lambda rank: stops(rank, 1.0)) == [[0, 1, 2, 3] * 2] * 2
 
 
 # -- learning rates

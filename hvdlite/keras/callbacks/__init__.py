@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite import numpy as hvd
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.iterations.following import Following
 from hvdlite.common.iterations.marks import IterationMarks
@@ -107,6 +108,46 @@ def _describe(metrics: dict[str, Any]) -> str:
     return ", ".join(f"{key}{shape or ''}" for key, shape in shapes.items()) or "none"
 
 
+class TerminateOnNaN(Callback):
+    """Ends `fit` on all ranks after the batch in which the loss of any was NaN or infinite.
+
+    It is Keras' callback of this name for several ranks: that one ends the epoch where it sees such
+    a loss, and the others would wait for gradients of that rank. All ranks have it, and each batch
+    takes an allreduce of one number. With `raise_error` all raise `RuntimeError` instead, so that
+    no callback does what it would at the end of a training that went well.
+
+    `process_set` are the ranks that train the model together.
+    """
+
+    def __init__(
+        self, raise_error: bool = False, process_set: ProcessSet = global_process_set
+    ) -> None:
+        super().__init__(process_set)
+        self.raise_error = raise_error
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Check that there are ranks to agree with."""
+        self.ranks()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Agree with the other ranks."""
+        loss = (logs or {}).get("loss")
+        is_bad = loss is not None and not np.isfinite(float(loss))
+        found = np.array([hvd.rank() if is_bad else -1])
+        if len(self.ranks()) > 1:
+            found = hvd.allreduce(
+                found, name="TerminateOnNaN", op=hvd.Max, process_set=self.process_set
+            )
+        if found[0] < 0:
+            return
+        message = f"batch {batch}: the loss of rank {found[0]} is NaN or infinite"
+        if self.raise_error:
+            raise RuntimeError(f"TerminateOnNaN: {message}")
+        if hvd.rank() == self.ranks()[0]:
+            print(f"\nTerminateOnNaN: {message}: training ends on all ranks.")
+        self._trained.stop_training = True
+
+
 class IterationTraceCallback(Callback):
     """Records each batch as an iteration of `trace`, which `trace_iterations` has returned.
 
@@ -147,4 +188,5 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "TerminateOnNaN",
 ]

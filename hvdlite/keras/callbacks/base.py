@@ -43,9 +43,10 @@ class Callback(keras.callbacks.Callback):
 
         Raises `ValueError` before `init`, and for a set that is not registered.
         """
+        rank = hvd.rank()  # raises, and says why: the set would only not be registered
         self.process_set.size()  # raises
         assert self.process_set.ranks is not None
-        return self.process_set.ranks if self.process_set.included() else [hvd.rank()]
+        return self.process_set.ranks if self.process_set.included() else [rank]
 
     def _implements_train_batch_hooks(self) -> bool:  # what Keras 2 asks for
         return True
