@@ -120,6 +120,11 @@ def _meet_server_optimizer(model: Any) -> None:
     parts = list(parts_of(getattr(model, "optimizer", None)))
     if not any(hasattr(part, ON_SERVERS) for part in parts):
         return
+    if hasattr(parts[0], "optimizers"):
+        raise ValueError(
+            f"{type(parts[0]).__name__} gives each variable an optimizer of its own, and servers "
+            "step by one: compile() with one whose steps are made by servers, for all variables"
+        )
     if len(parts) > 1:
         raise ValueError(
             "a LossScaleOptimizer around an optimizer whose steps are made by servers skips steps "

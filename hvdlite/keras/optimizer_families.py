@@ -236,8 +236,10 @@ def check_shardable(optimizer: Any, kind: Kind, settings: Settings) -> None:
         raise ValueError(f"shard_state=True needs an optimizer of Keras 3, not of {kind.package}")
     objections = {
         "a loss scaler decides by all gradients: put it around the distributed optimizer": (
-            len(list(parts_of(optimizer))) > 1
+            hasattr(optimizer, "inner_optimizer")
         ),
+        "it gives each variable an optimizer of its own, and a shard is stepped over by one: wrap "
+        "each that it has inside": hasattr(optimizer, "optimizers"),
         "it is built already: wrap it before": getattr(optimizer, "built", True),
         "clipnorm looks at whole variables: use clipvalue": optimizer.clipnorm is not None,
         "global_clipnorm looks at all gradients: use clipvalue": (

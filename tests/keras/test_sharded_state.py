@@ -11,6 +11,7 @@ import pytest
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
+    WIDTH,
     adam,
     assert_close,
     assert_same,
@@ -23,6 +24,11 @@ from tests.keras.training import (
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(LEGACY, reason="shards are for Keras 3")
+
+
+has_multi_optimizer = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in Keras 3.12"
+)
 
 
 def sharded(make: Any, **options: Any) -> Any:
@@ -38,6 +44,18 @@ def test_the_weights_are_those_without_shards_bit_by_bit(run: Any, make: Any, si
     )
     found = run_ranks(size, lambda rank: run(make_model(), sharded(make), rank, size))
     assert_same([*plain, *found])
+
+
+@has_multi_optimizer
+def test_each_optimizer_inside_of_one_for_many_may_have_shards() -> None:
+    def run(rank: int, **options: Any) -> Any:
+        inside = [hvd.DistributedOptimizer(make(), **options) for make in (adam, adam, sgd)]
+        of_shape = {(WIDTH, 5): inside[1], (5,): inside[2]}
+        choose = lambda variable: of_shape.get(tuple(variable.shape), inside[0])  # noqa: E731
+        return fit(make_model(), keras.optimizers.MultiOptimizer(choose), rank, 2)
+
+    plain = run_ranks(2, run)
+    assert_same([*plain, *run_ranks(2, lambda rank: run(rank, shard_state=True))])
 
 
 def test_passes_accumulate() -> None:
@@ -79,6 +97,12 @@ def test_each_rank_has_its_part_and_consolidate_gives_all() -> None:
         (lambda: keras.optimizers.Adam(use_ema=True), {}, "use_ema keeps averages"),
         (keras.optimizers.Adafactor, {}, "Adafactor looks at whole variables"),
         (lambda: keras.optimizers.LossScaleOptimizer(adam()), {}, "a loss scaler decides"),
+        pytest.param(
+            lambda: keras.optimizers.MultiOptimizer(lambda variable: adam()),
+            {},
+            "each variable an optimizer of its own, and a shard is stepped over by one",
+            marks=has_multi_optimizer,
+        ),
         (adam, {"groups": 2}, "groups have no place"),
         (adam, {"segmentation": "mb:1"}, "a segmentation has no place"),
     ],

@@ -349,6 +349,19 @@ def test_gradients_of_other_weights_are_refused(job: Any) -> None:
     assert all((a == b).all() for a, b in zip(*weights, strict=True))
 
 
+has_multi_optimizer = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in Keras 3.12"
+)
+
+
+def several(optimizer: Any) -> Any:
+    """A MultiOptimizer with this one and another inside; None where Keras has none."""
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        return None
+    choices = keras.optimizers.OptimizerMap(optimizer, {".*bias": keras.optimizers.Adam()})
+    return keras.optimizers.MultiOptimizer(choices)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
@@ -358,6 +371,11 @@ def test_gradients_of_other_weights_are_refused(job: Any) -> None:
         (keras.optimizers.SGD(gradient_accumulation_steps=2), "gradient_accumulation_steps"),
         (keras.optimizers.Adafactor(), "Adafactor looks at whole variables"),
         (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "train in bfloat16"),
+        pytest.param(
+            several(keras.optimizers.SGD()),
+            "each variable an optimizer of its own, and servers step by one",
+            marks=has_multi_optimizer,
+        ),
     ],
 )
 def test_what_servers_cannot_do_is_refused(optimizer: Any, words: str) -> None:
@@ -429,6 +447,14 @@ def test_a_step_that_xla_of_tensorflow_compiles_is_refused(job: Any) -> None:
         assert optimizer.finished_steps == 1
 
     job(SGD, main, 1)
+
+
+@has_multi_optimizer
+def test_an_optimizer_for_many_around_it_is_refused() -> None:
+    model = new_model()
+    model.compile(optimizer=several(ps.DistributedOptimizer(SGD())), loss=LOSS)
+    with pytest.raises(ValueError, match=r"MultiOptimizer gives .*, and servers step by one"):
+        model.fit(*data(0), verbose=0)
 
 
 def test_a_loss_scaler_around_it_is_refused() -> None:

@@ -16,7 +16,6 @@ from hvdlite.keras.optimizer_families import (
     KNOWN_TO_LOOK_AT_WHOLE,
     check_variable,
     kind_of,
-    parts_of,
     treats_elements_alone,
 )
 from hvdlite.keras.ps.programs import call_in_program, is_in_program, outside_of_programs
@@ -87,8 +86,10 @@ def _check(optimizer: Any) -> None:
     objections = {
         "its steps are made by servers already: wrap it once": hasattr(optimizer, ON_SERVERS),
         "a loss scaler decides by all gradients: train in bfloat16": (
-            len(list(parts_of(optimizer))) > 1
+            hasattr(optimizer, "inner_optimizer")
         ),
+        "it gives each variable an optimizer of its own, and servers step by one: give one for all "
+        "variables": hasattr(optimizer, "optimizers"),
         "it is built already: wrap it before": getattr(optimizer, "built", True),
         **_refusals(optimizer),
     }
