@@ -76,11 +76,16 @@ def kind_of(optimizer: Any) -> Kind:
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizer, and those that it passes gradients to."""
+    """Yield the optimizer, and those that it passes gradients to, and they in turn."""
     yield optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    for part in [*([] if inner is None else [inner]), *getattr(optimizer, "optimizers", ())]:
+    for part in inside_of(optimizer):
         yield from parts_of(part)
+
+
+def inside_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers that it passes gradients to itself."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [*([] if inner is None else [inner]), *getattr(optimizer, "optimizers", ())]
 
 
 def _apply(

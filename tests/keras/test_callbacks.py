@@ -16,6 +16,7 @@ from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.process_state import this_process
 from hvdlite.common.settings.config import Config
 from hvdlite.keras import DistributedOptimizer, callbacks
+from hvdlite.keras.callbacks import broadcast
 from hvdlite.keras.framework import LEGACY, keras
 from tests.ranks import run_ranks
 
@@ -80,6 +81,55 @@ def test_an_optimizer_that_was_forgotten_is_warned_of() -> None:
     heard = [text for texts in run_ranks(2, main) for text in texts]
     assert heard
     assert all("DistributedOptimizer" in text for text in heard)
+
+
+def distributed() -> Any:
+    return DistributedOptimizer(sgd())
+
+
+def scaled(optimizer: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+def several(default: Any, other: Any, paths: str = ".*head/.*") -> Any:
+    """A MultiOptimizer with another optimizer for some layers."""
+    choices = keras.optimizers.OptimizerMap(default, {paths: other})
+    return keras.optimizers.MultiOptimizer(choices)
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in Keras 3.12")
+@pytest.mark.parametrize(
+    ("make", "local", "words"),
+    [
+        (lambda: several(distributed(), sgd()), None, "SGD, inside the optimizer of this model"),
+        (lambda: scaled(several(sgd(), distributed())), None, "SGD, inside"),
+        (lambda: several(sgd(), sgd()), None, "the optimizer of this model is not distributed"),
+        (lambda: several(distributed(), sgd()), "body", "SGD, inside"),
+        (lambda: several(distributed(), sgd()), "head", None),
+        (lambda: several(distributed(), distributed()), None, None),
+        (lambda: scaled(several(distributed(), distributed())), None, None),
+        (lambda: DistributedOptimizer(several(sgd(), sgd())), None, None),
+        (lambda: several(sgd(), distributed(), ".*(body|head)/.*"), None, None),  # nothing for one
+    ],
+)
+def test_one_of_several_optimizers_that_was_forgotten_is_warned_of(
+    make: Callable[[], Any], local: str | None, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(broadcast, "warn_user", heard.append)
+
+    def main(rank: int) -> None:
+        layers = [keras.layers.Dense(2, name=name) for name in ("body", "head")]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        model.compile(make(), loss="mse")
+        variables = model.get_layer(local).weights if local else None
+        callback = callbacks.BroadcastGlobalVariablesCallback(0, local_variables=variables)
+        callback.set_model(model)
+        callback.on_train_begin()
+
+    run_ranks(2, main)
+    assert len(heard) == (2 if words else 0)
+    assert all(words in text for text in heard if words)
 
 
 def test_other_models_are_refused_before_the_first_batch() -> None:

@@ -11,7 +11,7 @@ from hvdlite import numpy as hvd
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
-from hvdlite.keras.optimizer_families import parts_of
+from hvdlite.keras.optimizer_families import inside_of, parts_of
 from hvdlite.keras.subclass import Distributed
 from hvdlite.keras.variables import (
     broadcast_values,
@@ -131,13 +131,40 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def _warn_of_drift(self) -> None:
         """Say so where `fit` would apply gradients that nobody has reduced."""
-        optimizers = [part for whole in optimizers_of(self.model) for part in parts_of(whole)]
-        custom_step = not type(self.model).train_step.__module__.startswith(("keras.", "tf_keras."))
-        if not custom_step and not any(isinstance(part, Distributed) for part in optimizers):
+        if not type(self.model).train_step.__module__.startswith(("keras.", "tf_keras.")):
+            return
+        optimizers = optimizers_of(self.model)
+        plain = [self._plain_parts(optimizer) for optimizer in optimizers]
+        if not all(plain):
+            return
+        parts = [part for whole in optimizers for part in parts_of(whole)]
+        if any(isinstance(part, Distributed) for part in parts):
+            warn_user(
+                f"{type(plain[0][0]).__name__}, inside the optimizer of this model, is not "
+                "distributed, as others are: ranks drift apart in the variables that it trains. "
+                "Give each of them to hvd.DistributedOptimizer, or only the one around them"
+            )
+        else:
             warn_user(
                 "the optimizer of this model is not distributed: each rank trains a model of its "
                 "own. Compile it with optimizer=hvd.DistributedOptimizer(optimizer)"
             )
+
+    def _plain_parts(self, optimizer: Any) -> list[Any]:
+        """Return the optimizers in it that give others than local variables gradients as they are.
+
+        One that was built knows its variables; inside of one that was built, others have none.
+        """
+        if isinstance(optimizer, Distributed):
+            return []
+        inside = inside_of(optimizer)
+        if not inside:
+            variables = getattr(optimizer, "_trainable_variables", None)
+            is_local = variables and not without(variables, self._local_variables)
+            return [] if is_local else [optimizer]
+        built = getattr(optimizer, "built", False)
+        used = [part for part in inside if getattr(part, "built", True) or not built]
+        return [plain for part in used for plain in self._plain_parts(part)]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Make equal what has come since, if anything has on any rank."""
