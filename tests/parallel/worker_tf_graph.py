@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import hvdlite.tf as hvd
 from hvdlite.common.gradients.buckets import CROWDED, ENOUGH_BYTES
-from hvdlite.tf.native.library import library
+from hvdlite.tf.native.loader import library
 from tests.short_calls import short_calls
 
 COLLECTIVES = 12
