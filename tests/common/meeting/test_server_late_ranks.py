@@ -189,7 +189,8 @@ def test_who_gave_up_can_come_again_and_meet_who_was_late() -> None:
 
     def rank_main(rank: int) -> Any:
         if rank != 2:
-            with pytest.raises(HorovodInternalError, match="did not come: 2 "):
+            # On a busy machine the other of both may come too late for it, too.
+            with pytest.raises(HorovodInternalError, match=r"did not come: ([01], )?2 "):
                 meet(at_server(address, rank, 3, SECRET, soon(0.3)))
         gave_up.wait(LIMIT)
         return meet(at_server(address, rank, 3, SECRET, soon()))
