@@ -19,7 +19,7 @@ from measuring import Spread
 from training import NETWORKS, Task
 
 import hvdlite.torch as hvd
-from hvdlite.common.membership.link import DriverLink
+from hvdlite.common.connections.link import Link
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import current
 
@@ -159,20 +159,20 @@ def steady(notes: Notes, args: argparse.Namespace) -> None:
 def note_checks(notes: Notes, state: Any) -> None:
     """Note the seconds of a check without news, and what ranks and driver were sent meanwhile."""
     sent: list[str] = []
-    link, send = DriverLink, DriverLink._send
+    send = Link.send
 
-    def count(self: DriverLink, kind: str, *fields: Any) -> None:
+    def count(self: Link, kind: str, *fields: Any) -> None:
         sent.append(kind)
         send(self, kind, *fields)
 
-    link._send = count  # type: ignore[method-assign]
+    Link.send = count  # type: ignore[method-assign]
     remove = current().engine.observe(lambda segment: sent.append("collective"))
     start = time.perf_counter()
     for _ in range(CHECKS):
         state.check_host_updates()
     seconds = (time.perf_counter() - start) / CHECKS
     remove()
-    link._send = send  # type: ignore[method-assign]
+    Link.send = send  # type: ignore[method-assign]
     notes.write("checked", check=seconds, sent=len(sent))
 
 
