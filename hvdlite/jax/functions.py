@@ -8,15 +8,11 @@ import jax
 import numpy as np
 
 from hvdlite.common.api import objects
-from hvdlite.common.api.forms import Forms
-from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.api.objects import array_forms
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.tensors.adapter import DTYPES
-from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
 from hvdlite.jax.sharded_state.shards import is_shard
 from hvdlite.jax.trees import from_host, is_array, to_host
-
-_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 
 broadcast_object = objects.broadcast_object
 allgather_object = objects.allgather_object
@@ -47,14 +43,14 @@ def broadcast_parameters(
             kinds[path] = dtype, values.shape
             if dtype.name not in DTYPES or not dtype.isnative:  # Collectives move it as bytes.
                 values = np.ravel(values).view(np.uint8)
-            handles[path] = _forms.broadcast_async(values, root_rank, name, process_set)
+            handles[path] = array_forms.broadcast_async(values, root_rank, name, process_set)
     received = []
     for path, leaf in leaves:
         if path not in handles:
             received.append(leaf)
             continue
         dtype, shape = kinds[path]
-        values = _forms.synchronize(handles[path]).view(dtype).reshape(shape)
+        values = array_forms.synchronize(handles[path]).view(dtype).reshape(shape)
         received.append(from_host(values, leaf))
     return jax.tree_util.tree_unflatten(structure, received)
 

@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdlite.common.api.forms import Forms
-from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.api.objects import array_forms
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.tensors.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.tensors.numpy_adapter import Array
 from hvdlite.jax.trees import remembers, to_host
 
-_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 _KEY = jax.tree_util.GetAttrKey("values")
 
 
@@ -146,11 +144,11 @@ def gather(shards: Mapping[str, Shard]) -> dict[str, Array]:
     for name, shard in shards.items():
         if shard.is_cut:
             shard.cut.check()
-            handles[name] = _forms.allgather_async(
+            handles[name] = array_forms.allgather_async(
                 to_host(shard.values), f"shard_state.{name}", shard.cut.process_set
             )
     return {
-        name: shard.cut.whole(_forms.synchronize(handles[name]))
+        name: shard.cut.whole(array_forms.synchronize(handles[name]))
         if name in handles
         else to_host(shard.values)
         for name, shard in shards.items()
