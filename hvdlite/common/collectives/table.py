@@ -354,6 +354,13 @@ _LABEL = {
 INIT_FAILED = "failed: "
 
 
+def neutral_shape(request: Request) -> tuple[int, ...]:
+    """Return the shape of what a rank gives that has joined: that of the tensor, or no rows."""
+    if SPECS[request.collective].varying_rows:
+        return (0, *request.shape[1:])
+    return request.shape
+
+
 def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
     """Return why the requests of two ranks for one name disagree; '' if they agree.
 

@@ -17,7 +17,7 @@ from typing import Any
 from hvdlite.common.base.lists import split_rows
 from hvdlite.common.collectives.base import Members, Reduction
 from hvdlite.common.collectives.kernels import neutral_value
-from hvdlite.common.collectives.table import SPECS
+from hvdlite.common.collectives.table import SPECS, neutral_shape
 from hvdlite.common.devices.interface import Buffer, Communicator, Context, DeviceOutput, Stream
 from hvdlite.common.requests.entries import Entry
 from hvdlite.common.requests.messages import Response
@@ -67,11 +67,8 @@ class JoinedOperand:
     @property
     def source(self) -> Buffer:
         request = self.response.request
-        shape = request.shape
-        if SPECS[request.collective].varying_rows:
-            shape = (0, *shape[1:])
         value = neutral_value(request)
-        buffer = self._context.empty(math.prod(shape), request.dtype)
+        buffer = self._context.empty(math.prod(neutral_shape(request)), request.dtype)
         self._context.run(self._stream, lambda: self._context.fill(buffer, value))
         return buffer
 

@@ -18,7 +18,7 @@ from hvdlite.common.collectives.base import Backend, Members, Operand
 from hvdlite.common.collectives.between_hosts.carried import may_be_carried
 from hvdlite.common.collectives.host_backends.backend import HostsBackend
 from hvdlite.common.collectives.kernels import neutral_value
-from hvdlite.common.collectives.table import SPECS, CollectiveRun, reduction_of
+from hvdlite.common.collectives.table import SPECS, CollectiveRun, neutral_shape, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.devices.data_plane import DevicePlane, Span
 from hvdlite.common.requests.entries import Entry, Observer, SegmentRun
@@ -46,12 +46,10 @@ class JoinedOperand:
 
     @property
     def input(self) -> Array:
-        """The neutral element of the reduction in the shape of the tensor, or no rows."""
+        """The neutral element of the reduction, flat."""
         request = self.response.request
-        shape = request.shape
-        if SPECS[request.collective].varying_rows:
-            shape = (0, *shape[1:])
-        return np.full(shape, neutral_value(request), numpy_dtype(request.dtype)).reshape(-1)
+        shape, value = neutral_shape(request), neutral_value(request)
+        return np.full(shape, value, numpy_dtype(request.dtype)).reshape(-1)
 
     def output(self, shape: tuple[int, ...]) -> Array:
         """Return memory that nobody reads."""
