@@ -175,7 +175,7 @@ class Nccl:
     def __init__(self, chosen: str = "") -> None:
         """Load the file `chosen`, or the one that is found.
 
-        Raises `NcclError` for a release that is too old; see `search.load` for others.
+        Raises `NcclError` for a release that is too old; see `load` for others.
         """
         found = load(NCCL, chosen)
         self.path = found.path

@@ -57,7 +57,7 @@ class CudaRuntime:
     """The library. Any thread may use it; `on` chooses the device of the thread."""
 
     def __init__(self, chosen: str = "") -> None:
-        """Load the file `chosen`, or the one that is found; see `search.load` for errors."""
+        """Load the file `chosen`, or the one that is found; see `binding.load` for errors."""
         found = load(CUDART, chosen)
         self.path = found.path
         self._text = found.library.cudaGetErrorString
