@@ -44,7 +44,8 @@ class Workers(NamedTuple):
     def fit_into(self, bundle: dict[str, float]) -> int:
         """Return how many workers a bundle has room for."""
         wanted = self.resources(1)
-        return int(min(bundle.get(name, 0) // number for name, number in wanted.items()))
+        rooms = (bundle.get(name, 0) // number for name, number in wanted.items())
+        return int(min(rooms, default=self.number))
 
     def start_actor(self, strategy: Any) -> Any:
         """Start one worker where `strategy` of Ray's says."""

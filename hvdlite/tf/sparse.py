@@ -24,10 +24,11 @@ def dense(value: Any, what: str = "this") -> tf.Tensor:
     return tf.convert_to_tensor(value)
 
 
-def check_slices(slices: tf.IndexedSlices, options: CallOptions) -> None:
-    """Raise `NotImplementedError` for a reduction of slices that gathering cannot make.
+def gathering(slices: tf.IndexedSlices, options: CallOptions) -> CallOptions:
+    """Return the options with which values and indices are gathered for a reduction of slices.
 
-    Raises `ValueError` for the Average of bool.
+    Raises `NotImplementedError` for one that gathering cannot make, and `ValueError` for the
+    Average of bool.
     """
     if options.reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise NotImplementedError(
@@ -41,6 +42,11 @@ def check_slices(slices: tf.IndexedSlices, options: CallOptions) -> None:
         )
     if options.reduce_op is ReduceOp.AVERAGE and slices.dtype == tf.bool:
         raise ValueError("the Average of bool has no meaning: convert the slices to a number type")
+    # Else rows of a larger table would be added to other words of a smaller one, or behind it.
+    shape = slices.shape
+    of = f" of shape {shape}" if slices.dense_shape is not None and shape.is_fully_defined() else ""
+    alike = f"tf.IndexedSlices{of}, {options.reduce_op.name.capitalize()}"
+    return options._replace(grouped=False, settings=alike)
 
 
 def averaged(values: tf.Tensor, options: CallOptions) -> tf.Tensor:
@@ -69,21 +75,22 @@ def allreduce_mixed(
     Nothing is sent where one of them is refused.
     """
     tensors = [each if isinstance(each, tf.IndexedSlices) else dense(each) for each in tensors]
-    for each in tensors:
-        if isinstance(each, tf.IndexedSlices):
-            check_slices(each, options)
-    apart = [each for each in tensors if not isinstance(each, tf.IndexedSlices)]
+    slices = {
+        index: gathering(each, options)
+        for index, each in enumerate(tensors)
+        if isinstance(each, tf.IndexedSlices)
+    }
+    apart = [each for index, each in enumerate(tensors) if index not in slices]
     reduced = iter(verbs.allreduce(apart, name, compression, options))
-    alone = options._replace(grouped=False)
     results: list[Any] = []
     for index, each in enumerate(tensors):
-        if not isinstance(each, tf.IndexedSlices):
+        if index not in slices:
             results.append(next(reduced))
             continue
         parts: list[tf.Tensor] = []
         for part, what in ((each.values, "values"), (each.indices, "indices")):
             part_name = None if name is None else f"{name}.slices.{index}.{what}"
-            parts += verbs.gather([part], part_name, alone)
+            parts += verbs.gather([part], part_name, slices[index])
         values, indices = parts
         results.append(tf.IndexedSlices(averaged(values, options), indices, each.dense_shape))
     return results

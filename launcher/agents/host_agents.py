@@ -281,10 +281,10 @@ class HostAgents:
         host, environ = agent.host.name, self._environ
         kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
         there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
-        command = ssh_command(host, there, self._job.options, environ.get("PATH"))
         try:
+            command = ssh_command(host, there, self._job.options, environ.get("PATH"))
             process = LeadingProcess(command, environ, self._job.loop)
-        except OSError as error:  # The outcome of the job is another one's.
+        except (ConfigError, OSError) as error:  # The outcome of the job is another one's.
             self._job.say(f"a folder may stay on host {host}: {error}")
         else:
             self._tidying[process] = agent

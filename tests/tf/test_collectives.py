@@ -341,6 +341,27 @@ def test_reductions_that_slices_do_not_have(form: str, traced: bool) -> None:
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("what", ["shape", "op"])
+@modes
+def test_slices_that_are_not_alike_are_refused(mode: Any, what: str) -> None:
+    """As where each rank has made a vocabulary of its own."""
+
+    def main(rank: int) -> None:
+        rows = 40 if what == "shape" and rank else 10
+        op = hvd.Average if what == "op" and rank else hvd.Sum
+
+        def function(tensors: Sequence[Any]) -> list[Any]:
+            slices = tf.IndexedSlices(tensors[0], tensors[1], tf.constant([rows, 2]))
+            reduced = hvd.allreduce(slices, op=op, name="table")
+            return [reduced.values, reduced.indices]
+
+        kinds = (hvd.HorovodInternalError, tf.errors.OpError)
+        with pytest.raises(kinds, match=r"rank 0 has tf.IndexedSlices of shape \(10, 2\), Sum"):
+            mode(function, [values(rank, (1, 2), "float32"), np.array([rows - 1])])
+
+    run_ranks(2, main)
+
+
 @pytest.mark.parametrize("form", ["reducescatter", "grouped_reducescatter"])
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, tf.errors.InvalidArgumentError])
 def test_an_adasum_of_parts_is_refused(form: str, kind: type[Exception]) -> None:

@@ -17,7 +17,7 @@ from hvdlite.common.tensors.compression import AnyCompressor
 from hvdlite.tf.calls.bucket_call import BucketCall, CompressedCall
 from hvdlite.tf.calls.collective_call import Call, TensorCall
 from hvdlite.tf.calls.runner import TensorFlowRunner, name_in_graph, run_calls
-from hvdlite.tf.sparse import averaged, check_slices, dense
+from hvdlite.tf.sparse import averaged, dense, gathering
 from hvdlite.tf.variables import SOURCES
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices | None
@@ -54,8 +54,7 @@ def _dense_bucket(
 
 def _slices(name: str, gradient: tf.IndexedSlices, reduction: ReductionConfig) -> _Part:
     """Return a gradient that is `tf.IndexedSlices`: the rows of all ranks are gathered."""
-    options = CallOptions(reduction.process_set, reduction.scaling.op)
-    check_slices(gradient, options)
+    options = gathering(gradient, CallOptions(reduction.process_set, reduction.scaling.op))
     calls = [
         TensorCall("allgather", [tensor], _name(f"{name}.{part}"), options)
         for tensor, part in ((gradient.values, "values"), (gradient.indices, "indices"))
