@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.server import saved_files
+from hvdlite.ps.server.checkpoints import ServerCheckpoints
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker.worker import Worker
@@ -203,3 +208,96 @@ def test_others_go_on_where_the_worker_that_loads_is_lost(
     assert added_up(second) == {3.0}
     ended.set()
     load.join(LIMIT_SECONDS)
+
+
+def two_saves(trainer: Trainer, cluster: Cluster) -> Callable[[], None]:
+    """Save 1 in each element as "saved", and return what puts a later save, of 3, in its place."""
+    folder = cluster.folder
+    for count, name in ((1, "saved"), (2, "later")):
+        trainer.table.push([np.full(size, float(count)) for size in SIZES], {}).wait()
+        checkpoints.save(trainer.worker, folder / name)
+
+    def replace() -> None:
+        if (folder / "later").exists():
+            os.rename(folder / "saved", folder / "old")
+            os.rename(folder / "later", folder / "saved")
+
+    return replace
+
+
+@pytest.mark.parametrize("between", ["servers", "files"])
+def test_a_save_of_another_job_amid_a_load_does_not_mix_with_it(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    cluster = new_cluster(2, 1, updater=Added)
+    (trainer,) = trainers(cluster, 1, ASYNC)
+    replace = two_saves(trainer, cluster)
+    read_tables, read_file = ServerCheckpoints._read_tables, saved_files.read
+    first_has_read = threading.Event()
+
+    def read_after_the_other(server: ServerCheckpoints, *words: Any) -> Any:
+        if server._number == 0:
+            found = read_tables(server, *words)
+            first_has_read.set()
+            return found
+        assert first_has_read.wait(LIMIT_SECONDS)
+        replace()
+        return read_tables(server, *words)
+
+    def read_and_replace(path: Path, *, verify: bool = True) -> Any:
+        found = read_file(path, verify=verify)
+        if verify and ".00000-of-" in path.name:  # Server 0 has its part, and reads on.
+            replace()
+        return found
+
+    if between == "servers":
+        monkeypatch.setattr(ServerCheckpoints, "_read_tables", read_after_the_other)
+    else:
+        monkeypatch.setattr(saved_files, "read", read_and_replace)
+    checkpoints.load(trainer.worker, cluster.folder / "saved")
+    trainer.table.pull(trainer.values)
+    assert added_up(trainer) == {3.0}
+
+
+def test_servers_that_see_different_folders_load_nothing(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where each host has a disk of its own under that name."""
+    cluster = new_cluster(2, 1, updater=Added)
+    (trainer,) = trainers(cluster, 1, ASYNC)
+    two_saves(trainer, cluster)
+    read_tables = ServerCheckpoints._read_tables
+
+    def read_own(server: ServerCheckpoints, directory: str, *words: Any) -> Any:
+        own = str(cluster.folder / "later") if server._number else directory
+        return read_tables(server, own, *words)
+
+    monkeypatch.setattr(ServerCheckpoints, "_read_tables", read_own)
+    monkeypatch.setattr(checkpoints, "LOOK_SECONDS", 0.0)
+    with pytest.raises(ValueError, match=r"servers read different checkpoints from .*saved"):
+        checkpoints.load(trainer.worker, cluster.folder / "saved")
+    trainer.table.pull(trainer.values)
+    assert added_up(trainer) == {3.0}
+
+
+def test_a_server_that_comes_amid_a_load_does_not_take_a_later_checkpoint(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others have loaded is nowhere any more: that is said."""
+    cluster = new_cluster(2, 1, updater=Added)
+    (trainer,) = trainers(cluster, 1, ASYNC)
+    replace, ask = two_saves(trainer, cluster), Worker.ask
+
+    def lose(worker: Worker, message: Message) -> Message:
+        if message.kind == "over" and message.body["load"] and (cluster.folder / "later").exists():
+            cluster.servers[1].end()
+            replace()
+            before = cluster.state.membership.members["server", 1].incarnation
+            cluster.restart_server(1)
+            members = cluster.state.membership.members
+            wait_until(lambda: members["server", 1].incarnation > before)
+        return ask(worker, message)
+
+    monkeypatch.setattr(Worker, "ask", lose)
+    with pytest.raises(HorovodInternalError, match="there is another checkpoint now"):
+        checkpoints.load(trainer.worker, cluster.folder / "saved")

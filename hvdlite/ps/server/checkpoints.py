@@ -8,11 +8,14 @@ forgotten that was lost: it is `overtaken`. One of a phase that is done already 
 done again.
 
 A checkpoint is a folder with a file of each table from each server (see `saved_files`), and
-layout.json, which has their number and the finished steps: `tables` -> `steps`, `whole`.
+layout.json, which has their number and checksums, and the finished steps: `tables` -> `steps`,
+`whole`. It tells one checkpoint from another: servers that have read different ones, as a save of
+another job came between, read again.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from urllib.parse import quote
 
 from hvdlite.checkpoint import manifest
 from hvdlite.checkpoint.manifest import MANIFEST, Folder, Manifest
+from hvdlite.checkpoint.opened import Opened, alone
 from hvdlite.ps.connections.messages import Answer, Message, answer_to
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.server import saved_files
@@ -108,19 +112,19 @@ class ServerCheckpoints:
         return table.clocks.mode.name == SYNC and table.version < clock
 
     def _write(self, body: Body) -> dict[str, Any]:
-        """Write the tables; say how large the files are."""
-        new, sizes = Folder(body["directory"]).new, {}
+        """Write the tables; say how large the files are, and their checksums."""
+        new, files = Folder(body["directory"]).new, {}
         for saved in self._to_write:
             name = _file_name(saved.described.name, self._number, body["servers"])
-            sizes[name] = saved_files.write(new / name, saved)
+            files[name] = saved_files.write(new / name, saved)
         self._to_write = []
-        return {"sizes": sizes}
+        return {"files": files}
 
     def _commit(self, body: Body) -> dict[str, Any]:
         """Write down what there is, and put the folder in its place, as server 0."""
-        folder = Folder(body["directory"])
+        folder, sums = Folder(body["directory"]), {}
         for server, answer in enumerate(body["written"]):
-            for name, size in answer["sizes"].items():
+            for name, (size, sums[name]) in answer["files"].items():
                 path = folder.new / name
                 if not path.is_file() or path.stat().st_size != size:
                     raise FileNotFoundError(
@@ -131,7 +135,7 @@ class ServerCheckpoints:
             name: {"steps": clock + steps_before, "whole": is_whole}
             for name, clock, is_whole, steps_before in body["tables"]
         }
-        about = {"form": FORM, "servers": len(body["written"]), "tables": tables}
+        about = {"form": FORM, "servers": len(body["written"]), "tables": tables, "sums": sums}
         manifest.write(Manifest((), {}, {VALUE: about}), folder.new)
         folder.commit()
         return {}
@@ -147,19 +151,34 @@ class ServerCheckpoints:
         if any(self._is_behind(*words) for words in body["tables"]):
             return None
         names = [name for name, *_ in body["tables"]]
-        self._was_read, steps = self._read_tables(body["directory"], names, body["servers"])
+        self._was_read, steps, digest = self._read_tables(body["directory"], names, body["servers"])
         clocks = {name: self._server.tables[name].clocks.finished for name in names}
         return {
             "steps": steps,
+            "digest": digest,
             "clocks": {name: sorted(finished.items()) for name, finished in clocks.items()},
         }
 
     def _read_tables(
         self, directory: str, names: Sequence[str], servers: int
-    ) -> tuple[dict[str, Read], dict[str, int]]:
-        """Return what this server has to have of tables, and the steps that they have finished."""
-        path = Folder(directory).existing()
-        about = manifest.read(path / MANIFEST).values.get(VALUE)
+    ) -> tuple[dict[str, Read], dict[str, int], str]:
+        """Return what this server has to have of tables, and the steps that they have finished.
+
+        Last comes a digest of the layout.json. Arrays come from the disk when somebody looks at
+        them, also where the folder is replaced then.
+        """
+        folder = Folder(directory)
+        return alone(
+            f"ps.load({directory!r})",
+            lambda: folder.existing() / MANIFEST,
+            lambda opened: self._read_opened(opened, names, servers),
+        )
+
+    def _read_opened(
+        self, opened: Opened, names: Sequence[str], servers: int
+    ) -> tuple[dict[str, Read], dict[str, int], str]:
+        path = opened.path.parent
+        about = manifest.read(opened.path).values.get(VALUE)
         if about is None:
             raise ValueError(f"{path} was not saved by ps.save: load it by hvd.checkpoint")
         if about.get("form") != FORM:
@@ -171,7 +190,8 @@ class ServerCheckpoints:
             name: self._read_table(path, about, self._server.tables[name].described, servers)
             for name in names
         }
-        return found, {name: about["tables"][name]["steps"] for name in names}
+        steps = {name: about["tables"][name]["steps"] for name in names}
+        return found, steps, hashlib.sha256(opened.path.read_bytes()).hexdigest()
 
     def _read_table(
         self, path: Path, about: Mapping[str, Any], described: TableDescription, servers: int
@@ -221,7 +241,9 @@ class ServerCheckpoints:
         found = self._was_read if self._attempt[:1] == (turn,) else {}
         if not found.keys() >= set(here):
             try:
-                found, _ = self._read_tables(load["directory"], here, load["servers"])
+                found, _, digest = self._read_tables(load["directory"], here, load["servers"])
+                if digest != load["digest"]:
+                    raise ValueError("there is another checkpoint now")
             except ERRORS as error:
                 raise TableLostError(
                     f"server {self._number} has come again while {load['directory']} was loaded, "

@@ -19,8 +19,10 @@ from hvdlite.ps.tables.saved import SavedTable
 SUFFIX = ".safetensors"
 
 
-def write(path: Path, saved: SavedTable) -> int:
-    """Write a file, which is on disk when this returns; return its size. Raises OSError.
+def write(path: Path, saved: SavedTable) -> tuple[int, int]:
+    """Write a file, which is on disk when this returns. Raises OSError.
+
+    Return its size, and a checksum of its metadata, which has those of all arrays.
 
     Servers go on meanwhile, as it is written without a copy: the library of safetensors copies the
     arrays, for which it holds Python's lock.
@@ -36,7 +38,8 @@ def write(path: Path, saved: SavedTable) -> int:
         start += raw.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    return system.write_whole(path, [len(head).to_bytes(8, "little") + head, *raws])
+    size = system.write_whole(path, [len(head).to_bytes(8, "little") + head, *raws])
+    return size, zlib.crc32(head)
 
 
 def read(path: Path, *, verify: bool = True) -> SavedTable:

@@ -17,12 +17,16 @@ from hvdlite.ps.worker.table_shards import TableShards
 from hvdlite.ps.worker.worker import Worker
 
 LOOK_SECONDS = 0.1  # Until servers are asked again that have moved tables, or come again.
+MOST_READS = 20  # Where each server reads another checkpoint.
 
 Answers = list[Mapping[str, Any]]
 
 
 class _AgainError(Exception):
-    """A server has moved tables meanwhile, or has come again: all phases are to be made anew."""
+    """All phases are to be made anew: a server has moved tables meanwhile, or has come again.
+
+    Or one has read another checkpoint.
+    """
 
 
 class _OvertakenError(Exception):
@@ -140,6 +144,13 @@ class _Phases:
         `said` has the steps at which the workers stand.
         """
         answers = self.run("read", tables=self._tables, servers=self._servers)
+        if len({answer["digest"] for answer in answers}) > 1:
+            if self._attempt[1] < MOST_READS:
+                raise _AgainError
+            raise ValueError(
+                f"servers read different checkpoints from {self._directory}: it is no folder that "
+                "all hosts share, or others save to it again and again: give each job its own"
+            )
         clocks = self._clocks_of_all(said, answers)
         steps = {
             name: (
@@ -151,6 +162,7 @@ class _Phases:
         load = {
             "turn": self._attempt[0], "directory": self._directory, "layout": self._layout,
             "servers": self._servers, "clocks": clocks, "steps": steps,
+            "digest": answers[0]["digest"],
         }  # fmt: skip
         over = Message("over", body={"turn": load["turn"], "load": load})
         pause = 0.0
