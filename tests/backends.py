@@ -23,6 +23,8 @@ DTYPES = (
     "uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "bfloat16", "float32",
     "float64", "bool", "complex64", "complex128",
 )  # fmt: skip
+# What adds is the same on any number of ranks and hosts: some try all types, the others these.
+FEW_DTYPES = DTYPES[::4]
 
 
 def quiet(phase: str) -> AbstractContextManager[object]:
@@ -76,6 +78,13 @@ def values(seed: int, size: int, dtype: str) -> Array:
     return numbers[0].astype(numpy_dtype(dtype))
 
 
+def noise(rank: int, size: int, dtype: str = "float32") -> Array:
+    """Values whose sum depends on the order of summation."""
+    random = np.random.default_rng([rank, size])
+    wide = random.standard_normal(size) * 10.0 ** random.integers(-3, 4, size)
+    return wide.astype(numpy_dtype(dtype))
+
+
 def oracle(parts: Sequence[Array], reduction: Reduction) -> Array:
     """The reduction of `parts` in plain numpy."""
     dtype, op = parts[0].dtype, reduction.reduce_op
@@ -91,6 +100,23 @@ def oracle(parts: Sequence[Array], reduction: Reduction) -> Array:
                  ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}[op]  # fmt: skip
         result = ufunc.reduce(stacked, axis=0, dtype=stacked.dtype)
     return scaled(result, reduction.postscale).astype(dtype)
+
+
+def part(dtype: str, size: int, salt: int, member: int) -> Array:
+    """What a member gives of a tensor."""
+    return values(100 * salt + member, size, dtype)
+
+
+@lru_cache(maxsize=128)  # Every rank compares with the same numbers.
+def _total(dtype: str, size: int, salt: int, members: int, reduction: Reduction) -> Array:
+    total = oracle([part(dtype, size, salt, member) for member in range(members)], reduction)
+    total.flags.writeable = False
+    return total
+
+
+def totals(dtype: str, sizes: Sequence[int], members: int, reduction: Reduction) -> list[Array]:
+    """The reductions of what all members give."""
+    return [_total(dtype, size, salt, members, reduction) for salt, size in enumerate(sizes)]
 
 
 def scaled(array: Array, factor: float) -> Array:
@@ -172,32 +198,31 @@ class Program:
             wide = wide_dtype(array.dtype)
             np.testing.assert_array_equal(array.astype(wide), np.full(3, result).astype(wide))
 
-    def parts(self, dtype: str, size: int, salt: int) -> list[Array]:
-        """What every member gives."""
-        return [values(100 * salt + member, size, dtype) for member in range(self.members.size)]
+    def inputs(self, dtype: str, sizes: Sequence[int]) -> list[Array]:
+        """What this member gives."""
+        return [part(dtype, size, salt, self.members.index) for salt, size in enumerate(sizes)]
 
     def allreduce(self, dtype: str, sizes: Sequence[int], reduction: Reduction) -> None:
         """In place for every other tensor."""
-        parts = [self.parts(dtype, size, salt) for salt, size in enumerate(sizes)]
-        inputs = [each[self.members.index] for each in parts]
+        inputs = self.inputs(dtype, sizes)
         outputs = [x if i % 2 else np.zeros_like(x) for i, x in enumerate(inputs)]
-        wanted = [oracle(each, reduction) for each in parts]
+        wanted = totals(dtype, sizes, self.members.size, reduction)
         backend = self.backend("allreduce", dtype, reduction.reduce_op)
         backend.allreduce(self.members, inputs, outputs, reduction, quiet)
         compare(outputs, wanted)
 
     def reducescatter(self, dtype: str, sizes: Sequence[int], reduction: Reduction) -> None:
         """Uneven counts: member i gets the more, the greater i."""
-        parts = [self.parts(dtype, size, salt) for salt, size in enumerate(sizes)]
         counts = [uneven(size, self.members.size) for size in sizes]
         me = self.members.index
         outputs = [np.zeros(c[me], numpy_dtype(dtype)) for c in counts]
+        all_totals = totals(dtype, sizes, self.members.size, reduction)
         wanted = [
-            oracle(each, reduction)[sum(c[:me]) : sum(c[: me + 1])]
-            for each, c in zip(parts, counts, strict=True)
+            total[sum(c[:me]) : sum(c[: me + 1])]
+            for total, c in zip(all_totals, counts, strict=True)
         ]
         backend = self.backend("reducescatter", dtype, reduction.reduce_op)
-        inputs = [each[me] for each in parts]
+        inputs = self.inputs(dtype, sizes)
         backend.reducescatter(self.members, inputs, outputs, counts, reduction, quiet)
         compare(outputs, wanted)
 
@@ -252,6 +277,8 @@ def compare(outputs: Sequence[Array], wanted: Sequence[Array]) -> None:
     """Equal bit by bit, but for rounding of sums in another order."""
     for output, expected in zip(outputs, wanted, strict=True):
         assert output.dtype == expected.dtype
+        if output.shape == expected.shape and output.tobytes() == expected.tobytes():
+            continue
         if output.dtype.kind in "fcV" or output.dtype.name == "bfloat16":
             wide = np.complex128 if output.dtype.kind == "c" else np.float64
             np.testing.assert_allclose(output.astype(wide), expected.astype(wide), rtol=1e-6)

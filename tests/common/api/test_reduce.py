@@ -21,27 +21,27 @@ from hvdlite.common.runtime.formed_sets import form_process_set
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.numpy_adapter import NumpyAdapter
-from tests.backends import DTYPES, compare, oracle, reductions_of, values
+from tests.backends import BITS, DTYPES, compare, oracle, reductions_of, values
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 
 pytestmark = pytest.mark.timeout(120)
 
 ADAPTER = NumpyAdapter()
-HOSTS = [None, [[0, 1], [2, 3]], [[0, 2], [1], [3]]]
-WAYS = [Config(), Config(native="off"), Config(data_plane="ring")]
-BITS = {
-    ReduceOp.BAND: np.bitwise_and,
-    ReduceOp.BOR: np.bitwise_or,
-    ReduceOp.BXOR: np.bitwise_xor,
+WAYS = {
+    "compiled": (None, Config()),
+    "python": (None, Config(native="off")),
+    "ring": (None, Config(data_plane="ring")),
+    "hosts": ([[0, 1], [2, 3]], Config()),
+    "uneven hosts, python": ([[0, 2], [1], [3]], Config(native="off")),
+    "ranks on hosts": ([[0], [1], [2], [3]], Config()),
 }
 
 
-@pytest.mark.parametrize("config", WAYS, ids=["compiled", "python", "ring"])
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_the_root_gets_the_reduction_and_the_others_keep_what_they_have(
-    hosts: Any, config: Config
-) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_root_gets_the_reduction_and_the_others_keep_what_they_have(way: str) -> None:
+    hosts, config = WAYS[way]
+
     def main(rank: int) -> None:
         for number, dtype in enumerate(DTYPES):
             for step, reduction in enumerate(reductions_of(dtype)):
@@ -121,9 +121,9 @@ def every_bit(rank: int, dtype: str, size: int = 1000) -> Any:
     return generator.integers(limits.min, limits.max, size, dtype, endpoint=True)
 
 
-@pytest.mark.parametrize("config", WAYS, ids=["compiled", "python", "ring"])
-@pytest.mark.parametrize("hosts", [*HOSTS, [[0], [1], [2], [3]]])
-def test_bits_are_combined_as_numpy_does(hosts: Any, config: Config) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_are_combined_as_numpy_does(way: str) -> None:
+    hosts, config = WAYS[way]
     dtypes = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "bool"]
 
     def main(rank: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.base.bitsets import NumberSet, Tally, mask_of, numbers_of, runs_of
@@ -13,6 +13,7 @@ FAR = [0, 1, 2, 4095, 4096, 10**9]  # bits on several pages
 numbers = st.frozensets(st.one_of(st.integers(0, 70), st.sampled_from(FAR)))
 
 
+@settings(max_examples=50)
 @given(numbers, numbers)
 def test_sets_of_numbers(first: frozenset[int], second: frozenset[int]) -> None:
     one, other = NumberSet.of(first), NumberSet.of(second)
@@ -30,6 +31,7 @@ def test_sets_of_numbers(first: frozenset[int], second: frozenset[int]) -> None:
     assert NumberSet.of(low).mask == sum(1 << number for number in low)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.frozensets(st.integers(0, 9)), st.integers(0, 2000))))
 def test_many_counts_at_once(additions: list[tuple[frozenset[int], int]]) -> None:
     tally, expected = Tally(), Counter(dict.fromkeys(range(10), 0))

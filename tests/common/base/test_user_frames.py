@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
+from hvdlite.common.api.options import resolve_op
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import leave_out_own_frames
 from hvdlite.common.base.user_frames import (
@@ -23,6 +24,7 @@ from hvdlite.common.base.user_frames import (
     stack_of_user,
     without_own_frames,
 )
+from hvdlite.common.gradients.buckets import resolve_groups
 from hvdlite.common.runtime.current import this_process
 from tests.ranks import run_ranks
 
@@ -183,3 +185,13 @@ def test_a_debugger_still_finds_all_frames() -> None:
     leave_out_own_frames(error)
     assert traceback.extract_tb(last) == whole
     assert sys.exc_info() == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: resolve_op(True, None), lambda: resolve_groups(2, None)], ids=["op", "groups"]
+)
+def test_a_warning_points_here(call: object) -> None:
+    assert callable(call)
+    with pytest.warns(DeprecationWarning) as caught:
+        call()
+    assert [warning.filename for warning in caught] == [__file__]

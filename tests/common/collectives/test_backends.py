@@ -30,7 +30,7 @@ from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
-from tests.backends import Program, all_members, quiet, run_on_transports
+from tests.backends import Program, all_members, noise, quiet, run_on_transports
 
 SUM = Reduction(ReduceOp.SUM)
 TOPOLOGIES = {
@@ -38,14 +38,6 @@ TOPOLOGIES = {
     "flat": Topology(((0,), (1,), (2,))),
     "uneven": Topology(((0, 2, 4), (1, 3))),
 }
-
-
-def noise(rank: int, size: int, dtype: str = "float32") -> Array:
-    """Values whose sum depends on the order of summation."""
-    random = np.random.default_rng([rank, size])
-    return (random.standard_normal(size) * 10.0 ** random.integers(-3, 4, size)).astype(
-        numpy_dtype(dtype)
-    )
 
 
 def reduce_all(topology: Topology, sizes: list[int], dtype: str, reduction: Reduction) -> Any:
@@ -96,7 +88,7 @@ def test_16_bit_sums_are_rounded_once_for_each_host(name: str, dtype: str) -> No
     assert np.all(error <= len(hosts) * rounding + float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 2, 5), (1, 3), (4, 6))], ids=str
 )

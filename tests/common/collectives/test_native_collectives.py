@@ -26,38 +26,30 @@ from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests import ranks
-from tests.backends import DTYPES, Program, all_members, quiet, run_on_transports
+from tests.backends import Program, all_members, quiet, run_on_transports
 from tests.common.collectives.test_native_shm import found
 
 pytestmark = pytest.mark.timeout(240)
 OPS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
-IN_SLOTS = native.SLOTS * native.PIECE_BYTES  # bytes of one rank that are under way at most
 
 
 def on_ranks(size: int, program: Callable[[Transport], Any]) -> list[Any]:
     return run_on_transports(Topology.single_host(size), program)
 
 
-@pytest.mark.parametrize("setting", ["on", "off"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_collective_is_numpys(size: int, dtype: str, setting: str) -> None:
-    found()
-
-    def program(transport: Transport) -> None:
-        Program.of(transport, native=setting).everything(dtype, [0, 1, size - 1, size + 1, 101])
-
-    on_ranks(size, program)
+FEW_SLOTS, MANY_SLOTS = 0, 1 << 62  # bytes that those of all ranks may have
 
 
-@pytest.mark.parametrize("slot_bytes", [0, 1 << 62], ids=["few slots", "many slots"])
-@pytest.mark.parametrize("dtype", ["float32", "int16"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "dtype", "slot_bytes"),
+    [(2, "float32", FEW_SLOTS), (3, "int16", FEW_SLOTS), (3, "float32", MANY_SLOTS)],
+)
 def test_more_than_the_slots_hold(
     size: int, dtype: str, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "HOST_SLOT_BYTES", slot_bytes)
-    elements = 2 * IN_SLOTS // numpy_dtype(dtype).itemsize + 5
+    monkeypatch.setattr(native, "PIECE_BYTES", 8 << 10)
+    elements = 2 * native.SLOTS * native.PIECE_BYTES // numpy_dtype(dtype).itemsize + 5
     found()
 
     def program(transport: Transport) -> None:
@@ -138,16 +130,15 @@ def test_reductions_have_the_bits_of_python(
         assert results[0] == results[1]
         assert codes(Arithmetic(mine.dtype, reduction)) is not None  # it was compiled
 
-    for count, streamed_bytes in ((2, 0), (3, 0), (2, 1 << 62), (3, 1 << 62)):
+    for count, streamed_bytes in ((2, 0), (3, 1 << 62)):
         monkeypatch.setattr(native, "STREAMED_BYTES", streamed_bytes)
         on_ranks(count, partial(program, members_count=count))
 
 
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("count", [2, 3])
-def test_what_is_no_number_stays_none(dtype: str, op: ReduceOp, count: int) -> None:
-    here = found()
+def test_what_is_no_number_stays_none(dtype: str, op: ReduceOp) -> None:
+    here, count = found(), 3
     special = [np.nan, -np.inf, np.inf, 1.0]
 
     def program(transport: Transport) -> None:
@@ -213,29 +204,13 @@ def collective_of(transport: Transport, backend: ShmBackend, name: str, group: M
 NAMES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
 
 
-def test_all_collectives_of_overlapping_groups_take_turns() -> None:
-    here, lot = found(), random.Random(2)
-    groups = [(0, 1, 2), (0, 1), (1, 2), (0, 2)]
-    turns = [(lot.choice(groups), lot.choice(NAMES)) for _ in range(40)]
-
-    def program(transport: Transport) -> None:
-        backend = ShmBackend(transport, here)
-        for members, name in turns:
-            if transport.rank in members:
-                topology = transport.topology.restrict(members)
-                group = Members(members, members.index(transport.rank), topology)
-                collective_of(transport, backend, name, group)
-
-    on_ranks(3, program)
-
-
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("size", "slot_bytes"), [(2, 1 << 62), (3, 1 << 62), (3, 0), (5, 0)])
-def test_every_sleep_ends_by_a_wake_up(
+@pytest.mark.parametrize(("size", "slot_bytes"), [(2, MANY_SLOTS), (3, FEW_SLOTS), (5, FEW_SLOTS)])
+def test_every_sleep_of_overlapping_groups_ends_by_a_wake_up(
     size: int, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks look around by themselves after an hour: a wake-up that is missing takes as long."""
-    monkeypatch.setattr(native, "HOST_SLOT_BYTES", slot_bytes)  # many slots for each rank, or few
+    monkeypatch.setattr(native, "HOST_SLOT_BYTES", slot_bytes)
     monkeypatch.setattr(native, "CHECK_SECONDS", 3600.0)
     monkeypatch.setattr(native, "PIECE_BYTES", 8 << 10)  # hundreds of pieces, and of sleeps
     here, lot = found(), random.Random(size)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.aggregator import Aggregator
+from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.requests.messages import Carried, Eviction, Report, Request, Response, Segment
 from tests.common.decisions.requests import request
 
@@ -64,3 +66,18 @@ def test_what_is_late_takes_its_data_with_it() -> None:
     leader.receive(Report(0, (3,), (0,), (), (late,)), 2.0)
     first, second = leader.pop_reports()
     assert (first.carried, second.carried) == ((early,), (late,))
+
+
+def test_ranks_report_to_their_leader_and_leaders_to_rank_0() -> None:
+    trees = [Tree(Topology(((0, 1), (2, 3), (4,))), rank) for rank in range(5)]
+    assert [tree.parent for tree in trees[1:]] == [0, 0, 2, 0]
+    assert [tree.children for tree in trees] == [(1, 2, 4), (), (3,), (), ()]
+    assert trees[2].subtree == {2, 3}
+
+
+def test_many_hosts_report_through_leaders_of_leaders() -> None:
+    topology = Topology(tuple((rank,) for rank in range(100)))
+    trees = [Tree(topology, rank) for rank in range(100)]
+    assert all(len(tree.children) <= 32 for tree in trees)
+    assert trees[0].subtree == set(range(100))
+    assert trees[1].children == tuple(range(33, 65))

@@ -251,12 +251,12 @@ def test_all_ranks_switch_between_the_same_two_segments(
         results = []
         for step in range(30):
             random = np.random.default_rng([step, rank])
-            own = [random.standard_normal(1 + 3000 * k) for k in range(6)]
+            own = [random.standard_normal(1 + 1000 * k) for k in range(6)]
             handles = [hvd.allreduce_async(x, name=f"t{k}", op=hvd.Sum) for k, x in enumerate(own)]
             every = [np.random.default_rng([step, other]) for other in range(size)]
             for k, handle in enumerate(handles):
                 result = hvd.synchronize(handle)
-                expected = sum(random.standard_normal(1 + 3000 * k) for random in every)
+                expected = sum(random.standard_normal(1 + 1000 * k) for random in every)
                 np.testing.assert_allclose(result, expected)
                 results.append(result.tobytes())
         end()
@@ -281,7 +281,7 @@ def test_a_job_is_tuned_while_it_runs(tmp_path: Path) -> None:
 
     def main(rank: int) -> None:
         pair = hvd.add_process_set([0, 2])
-        for step in range(200):
+        for step in range(140):
             values = np.full(5000, rank + step, np.float64)
             handles = [hvd.allreduce_async(values, name=f"t{k}", op=hvd.Sum) for k in range(3)]
             if rank in (0, 2):

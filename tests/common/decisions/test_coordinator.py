@@ -150,7 +150,7 @@ def answer(coordinator: Coordinator, reports: list[Report]) -> Response:
     return item
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from(["float32", "float64", "int8"]), min_size=RANKS, max_size=RANKS),
     st.lists(some_ranks),

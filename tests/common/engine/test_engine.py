@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 from functools import partial
@@ -22,6 +21,7 @@ from hvdlite.common.requests.messages import Abort, Request, encode
 from hvdlite.common.runtime.current import current
 from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.adapter import HOST_DEVICE
+from tests.common.watching import watching
 from tests.ranks import run_ranks
 from tests.worlds import IN_PROCESS, TCP
 
@@ -69,41 +69,47 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, [[0], [1]]])
-@pytest.mark.parametrize("case", MISMATCHES)
 def test_a_mismatch_names_both_ranks_and_values_and_fails_that_tensor_only(
-    case: str, hosts: list[list[int]] | None
+    hosts: list[list[int]] | None,
 ) -> None:
-    call, words = MISMATCHES[case]
+    def main(rank: int) -> list[str]:
+        texts = []
+        for call, _ in MISMATCHES.values():
+            good = hvd.allreduce_async(np.ones(4), name="good", op=hvd.Sum)
+            with pytest.raises(hvd.HorovodInternalError) as failure:
+                call(rank)
+            assert hvd.synchronize(good).tolist() == [2.0] * 4
+            assert hvd.allreduce(np.ones(4), name="t", op=hvd.Sum).tolist() == [2.0] * 4
+            texts.append(str(failure.value))
+        return texts
 
+    texts, others = run_ranks(2, main, hosts=hosts)
+    assert texts == others
+    for text, (_, words) in zip(texts, MISMATCHES.values(), strict=True):
+        assert all(word in text for word in ["'", ".t'", *words]), text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"collective": "broadcast"}, "the operation: rank 0 has allreduce, rank 1 has broadcast"),
+        ({"device": "cuda"}, f"device: rank 0 has {HOST_DEVICE}, rank 1 has cuda"),
+        ({"group": "g", "group_size": 1}, "group: rank 0 has none, rank 1 has g"),
+    ],
+)
+def test_requests_that_no_two_calls_of_one_framework_make(
+    fields: dict[str, Any], words: str
+) -> None:
     def main(rank: int) -> str:
-        good = hvd.allreduce_async(np.ones(4), name="good", op=hvd.Sum)
-        with pytest.raises(hvd.HorovodInternalError) as failure:
-            call(rank)
-        np.testing.assert_array_equal(hvd.synchronize(good), np.full(4, 2.0))
-        np.testing.assert_array_equal(
-            hvd.allreduce(np.ones(4), name="t", op=hvd.Sum), np.full(4, 2.0)
-        )
-        return str(failure.value)
-
-    texts = run_ranks(2, main, hosts=hosts)
-    assert texts[0] == texts[1]
-    for word in ["'", ".t'", *words]:
-        assert word in texts[0]
-
-
-def test_two_operations_under_one_name_are_a_mismatch() -> None:
-    def main(rank: int) -> str:
-        collective = ["allreduce", "broadcast"][rank]
-        entry = Entry(Request(0, "t", collective, "float32", (3,), HOST_DEVICE))
+        request = Request(0, "t", "allreduce", "float32", (3,), HOST_DEVICE)
+        entry = Entry(request._replace(**fields) if rank else request)
         current().engine.enqueue([entry])
         with pytest.raises(hvd.HorovodInternalError) as failure:
             entry.handle.wait()
         return str(failure.value)
 
     for text in run_ranks(2, main):
-        assert text == (
-            "'t': ranks disagree on the operation: rank 0 has allreduce, rank 1 has broadcast"
-        )
+        assert text == f"'t': ranks disagree on {words}"
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
@@ -190,19 +196,6 @@ def test_unnamed_calls_agree_after_a_join_and_after_a_refused_call() -> None:
         assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
 
     run_ranks(2, main)
-
-
-def test_tensors_on_different_devices_are_a_mismatch() -> None:
-    def main(rank: int) -> str:
-        request = Request(0, "t", "allreduce", "float32", (3,), ["cpu", "cuda"][rank])
-        entry = Entry(request)
-        current().engine.enqueue([entry])
-        with pytest.raises(hvd.HorovodInternalError) as failure:
-            entry.handle.wait()
-        return str(failure.value)
-
-    for text in run_ranks(2, main):
-        assert "ranks disagree on device: rank 0 has cpu, rank 1 has cuda" in text
 
 
 def test_a_changed_shape_is_negotiated_anew_and_a_mismatch_of_it_is_found() -> None:
@@ -318,7 +311,7 @@ def test_a_group_is_answered_as_one(keep_groups: bool) -> None:
             assert [r.shape for r in rows] == [(1, 2), (2, 1)]
             parts = hvd.grouped_reducescatter([np.arange(3), np.arange(2)], name="s", op=hvd.Sum)
             assert [p.tolist() for p in parts] == ([[0, 2], [0]] if rank == 0 else [[4], [2]])
-        assert hvd.grouped_allreduce([], name="none") == []
+        assert [*hvd.grouped_allreduce([], name="none"), *hvd.grouped_allreduce_([])] == []
 
     run_ranks(2, main, config=Config(disable_group_fusion=keep_groups))
 
@@ -362,19 +355,6 @@ def test_a_group_of_one_against_a_group_of_two() -> None:
             hvd.grouped_allreduce([np.ones(2)] * (1 + rank), name="g")
 
     run_ranks(2, main)
-
-
-def test_a_group_of_another_size_is_a_mismatch_of_the_group() -> None:
-    def main(rank: int) -> str:
-        request = Request(0, "t", "allreduce", "float32", (3,), HOST_DEVICE)
-        entry = Entry(request._replace(group="g", group_size=1) if rank else request)
-        current().engine.enqueue([entry])
-        with pytest.raises(hvd.HorovodInternalError) as failure:
-            entry.handle.wait()
-        return str(failure.value)
-
-    for text in run_ranks(2, main):
-        assert "group: rank 0 has none, rank 1 has g" in text
 
 
 def test_process_sets_are_added_used_and_removed() -> None:
@@ -473,52 +453,19 @@ def test_a_foreign_control_message_ends_the_job_with_a_clear_error() -> None:
     run_ranks(2, main)
 
 
-def test_a_rank_that_cannot_run_a_collective_ends_the_job_with_its_reason() -> None:
-    class Broken(Entry):
-        @property
-        def input(self) -> Any:
-            raise MemoryError("no room for the input")
-
-    def main(rank: int) -> None:
-        request = Request(0, "t", "allreduce", "float32", (3,), HOST_DEVICE)
-        entry = (Broken if rank == 1 else Entry)(request)
-        entry.output = lambda shape: np.empty(shape, np.float32)  # type: ignore[method-assign]
-        current().engine.enqueue([entry])
-        with pytest.raises(hvd.HorovodInternalError, match=r"no room for the input|has no tensor"):
-            entry.handle.wait()
-
-    run_ranks(2, main)
-
-
 @pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
-def test_a_stall_is_reported_with_names_ranks_and_stacks(
-    hosts: list[list[int]] | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    seen = threading.Event()
-
-    class Watch(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "main thread of rank 3" in record.getMessage():
-                seen.set()
-
-    log = logging.getLogger("hvdlite")
-    log.addHandler(watch := Watch())
-    log.propagate, before = True, log.propagate
-
+def test_a_stall_is_reported_with_names_ranks_and_stacks(hosts: list[list[int]] | None) -> None:
     def main(rank: int) -> None:
         hvd.barrier()
         if rank == 3:
-            assert seen.wait(30)
+            assert watch.seen.wait(30)
         handles = [hvd.allreduce_async(np.ones(1), name=f"t{i}") for i in range(8)]
         for handle in handles:
             hvd.synchronize(handle)
 
-    try:
+    with watching("main thread of rank 3") as watch:
         run_ranks(4, main, config=Config(stall_warning_seconds=0.6), hosts=hosts)
-    finally:
-        log.removeHandler(watch)
-        log.propagate = before
-    text = caplog.text
+    text = watch.text
     assert "Rank 3 has not submitted: allreduce.t0, allreduce.t1" in text
     assert "and 2 more" in text
     assert "Rank 2 has not submitted" not in text
@@ -594,28 +541,17 @@ def test_a_name_that_cannot_be_sent_is_refused_at_the_call() -> None:
 def test_a_stack_that_is_not_utf8_is_reported_and_the_job_goes_on(
     hosts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, texts, seen = logging.getLogger("hvdlite"), [], threading.Event()
-
-    class Watch(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-            if "main thread of rank 3" in texts[-1]:
-                seen.set()
-
     stack = f'  File "/home/{NOT_UTF8}/train.py", line 1'
     monkeypatch.setattr(user_frames, "stack_of_user", lambda frame: stack)
-    log.addHandler(watch := Watch())
 
     def main(rank: int) -> None:
         if rank == 3:
-            assert seen.wait(30)
+            assert watch.seen.wait(30)
         assert hvd.allreduce(np.ones(2), name="t", op=hvd.Sum).tolist() == [4, 4]
 
-    try:
+    with watching("main thread of rank 3") as watch:
         run_ranks(4, main, hosts=hosts, config=Config(stall_warning_seconds=0.3))
-    finally:
-        log.removeHandler(watch)
-    assert r"caf\udce9/train.py" in "".join(texts)
+    assert r"caf\udce9/train.py" in watch.text
 
 
 def test_a_failure_whose_text_is_not_utf8_reaches_every_rank() -> None:
@@ -815,12 +751,5 @@ def test_a_factor_counts_as_it_is_at_the_call() -> None:
             for name in ("named", None):
                 found = hvd.allreduce(np.ones(1), op=hvd.Sum, prescale_factor=factor, name=name)
                 assert found.tolist() == [2 * value]
-
-    run_ranks(2, main)
-
-
-def test_a_group_of_nothing_in_place() -> None:
-    def main(rank: int) -> None:
-        assert [*hvd.grouped_allreduce([]), *hvd.grouped_allreduce_([])] == []
 
     run_ranks(2, main)

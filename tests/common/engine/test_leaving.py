@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from itertools import product
@@ -17,6 +16,7 @@ from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.requests.handles import Handle
 from hvdlite.common.runtime.current import current
 from hvdlite.common.settings.config import Config
+from tests.common.watching import watching
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -146,40 +146,17 @@ def test_a_set_without_the_rank_that_left_joins_and_goes_on() -> None:
 # -- a join that nobody ends
 
 
-class Watch(logging.Handler):
-    """Notes what is logged, and that `word` was."""
-
-    def __init__(self, word: str) -> None:
-        super().__init__()
-        self.word, self.seen = word, threading.Event()
-        self.text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += record.getMessage() + "\n"
-        if self.word in self.text:
-            self.seen.set()
-
-
-@pytest.fixture
-def watch(request: pytest.FixtureRequest) -> Any:
-    handler = Watch(request.param)
-    log = logging.getLogger("hvdlite")
-    log.addHandler(handler)
-    yield handler
-    log.removeHandler(handler)
-
-
 @pytest.mark.parametrize("hosts", [None, [[0], [1, 2, 3]], [[0, 1], [2, 3]]])
-@pytest.mark.parametrize("watch", ["main thread of rank 3"], indirect=True)
 def test_a_stall_report_names_who_waits_in_join_and_for_whom(
-    hosts: list[list[int]] | None, watch: Watch
+    hosts: list[list[int]] | None,
 ) -> None:
     def main(rank: int) -> None:
         if rank == 3:
             assert watch.seen.wait(30)
         hvd.join()
 
-    run_ranks(SIZE, main, hosts=hosts, config=Config(stall_warning_seconds=0.5))
+    with watching("main thread of rank 3") as watch:
+        run_ranks(SIZE, main, hosts=hosts, config=Config(stall_warning_seconds=0.5))
     assert "Ranks 0, 1, 2 wait in join for rank 3.\n" in watch.text
     assert "has not submitted" not in watch.text
 
@@ -195,8 +172,7 @@ def test_a_join_that_waits_too_long_ends_the_job(hosts: list[list[int]] | None) 
     run_ranks(3, main, hosts=hosts, config=Config(stall_shutdown_seconds=0.4))
 
 
-@pytest.mark.parametrize("watch", ["stalled"], indirect=True)
-def test_a_join_may_wait_for_as_long_as_the_others_go_on(watch: Watch) -> None:
+def test_a_join_may_wait_for_as_long_as_the_others_go_on() -> None:
     def main(rank: int) -> None:
         if rank == 1:
             for _ in range(12):
@@ -204,7 +180,8 @@ def test_a_join_may_wait_for_as_long_as_the_others_go_on(watch: Watch) -> None:
                 threading.Event().wait(0.1)  # a training step: together far beyond the limit
         hvd.join()
 
-    run_ranks(2, main, config=Config(stall_shutdown_seconds=0.7))
+    with watching("stalled") as watch:
+        run_ranks(2, main, config=Config(stall_shutdown_seconds=0.7))
     assert not watch.text
 
 

@@ -20,7 +20,6 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Members
 from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.native.short_call import LARGE_BYTES, Given, ShortExchange
-from hvdlite.common.runtime.current import current
 from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.numpy_adapter import NumpyAdapter
 from hvdlite.common.transport.inprocess import InProcessWorld
@@ -46,8 +45,7 @@ def rows_of(rank: int, rows: int, columns: int, dtype: str) -> Any:
     return random.integers(0, 2, (rows, columns)).astype(dtype)
 
 
-@pytest.mark.parametrize("transport", [IN_PROCESS, TCP])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, TCP), (3, IN_PROCESS), (5, IN_PROCESS)])
 def test_the_results_are_numpys(ranks: int, transport: str, patient: None) -> None:
     every = range(ranks)
 
@@ -278,13 +276,16 @@ def test_disagreements_have_the_texts_of_the_coordinator(
 
 
 def test_ranks_of_which_some_wait_and_others_do_not() -> None:
+    """A rank reports what others make short calls of; they learn it, and report it too."""
     starts = {
+        "allreduce": lambda data, name: hvd.allreduce_async(data, name=name, op=hvd.Sum),
         "broadcast": lambda data, name: hvd.broadcast_async(data, 0, name=name),
         "allgather": lambda data, name: hvd.allgather_async(data, name=name),
         "alltoall": lambda data, name: hvd.alltoall_async(data, name=name),
         "reducescatter": lambda data, name: hvd.reducescatter_async(data, name=name, op=hvd.Sum),
     }
     expected = {
+        "allreduce": [[3.0] * 3] * 3,
         "broadcast": [[0.0] * 3] * 3,
         "allgather": [[0.0] * 3 + [1.0] * 3 + [2.0] * 3] * 3,
         "alltoall": [[0.0, 1.0, 2.0]] * 3,
@@ -302,7 +303,9 @@ def test_ranks_of_which_some_wait_and_others_do_not() -> None:
                 result = result[0] if collective == "alltoall" else result
                 assert result.tolist() == expected[collective][rank]
 
+    start = time.monotonic()
     run_ranks(3, main, config=GATHER)
+    assert time.monotonic() - start < LIMIT_SECONDS
 
 
 def test_a_rank_that_does_not_wait_says_so_whatever_it_gives(patient: None) -> None:
@@ -356,56 +359,6 @@ def test_a_tensor_without_rows_is_not_taken_for_one_with_rows(scalars: tuple[int
         with pytest.raises(hvd.HorovodInternalError, match="no rows; reshape it"):
             hvd.allgather(tensor, name="g")
         assert hvd.allgather(np.ones(3), name="g").tolist() == [1.0] * 6
-
-    run_ranks(2, main, config=GATHER)
-
-
-def test_a_rank_that_dies_is_named(patient: None) -> None:
-    waiting = threading.Event()
-
-    def main(rank: int) -> None:
-        begin()
-        was_short(lambda: hvd.allgather(np.ones(1), name="x"))
-        if rank == 1:
-            assert waiting.wait(LIMIT_SECONDS)
-            current().transport.close()
-            return
-        exchange = short_calls()._exchange
-        run = exchange.run
-
-        def run_and_tell(call: Any) -> None:
-            waiting.set()
-            run(call)
-
-        exchange.run = run_and_tell  # type: ignore[method-assign]
-        with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
-            hvd.allgather(np.ones(1), name="x")
-
-    run_ranks(2, main, config=GATHER, transport=TCP)
-
-
-def test_ctrl_c_before_the_result_is_taken(patient: None) -> None:
-    """The other rank gets its result, and this one goes on with the same name."""
-
-    def main(rank: int) -> None:
-        begin()
-        exchange = short_calls()._exchange
-        run = exchange.run
-
-        def interrupted(call: Any) -> None:
-            exchange.run = run  # type: ignore[method-assign]
-            run(call)
-            raise KeyboardInterrupt
-
-        if rank == 0:
-            exchange.run = interrupted  # type: ignore[method-assign]
-            with pytest.raises(KeyboardInterrupt):
-                hvd.allgather(np.ones(1), name="x")
-        else:
-            assert hvd.allgather(np.ones(1), name="x").tolist() == [1, 1]
-        for step in range(3):
-            found = was_short(lambda: hvd.allgather(np.full(1, step), name="x"))  # noqa: B023
-            assert found.tolist() == [step, step]
 
     run_ranks(2, main, config=GATHER)
 

@@ -13,6 +13,7 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.meet import ServedMeeting
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
 from tests.common.meeting.exchanges import at_server, hosting
@@ -89,12 +90,12 @@ def test_a_thousand_meetings_one_after_the_other() -> None:
 
 
 @pytest.mark.thorough
-def test_a_thousand_meetings_that_rank_0_serves() -> None:
+def test_many_meetings_that_rank_0_serves() -> None:
     listeners = [listen(Address("127.0.0.1", 0))]
     address = port_of(listeners[0])
 
     def rank_main(rank: int) -> None:
-        for _ in range(300):
+        for _ in range(100):
             if rank == 0:
                 listener = listeners.pop() if listeners else listen(address)
                 exchange: Any = hosting(listener, 0, 2, SECRET, soon())
@@ -161,3 +162,40 @@ def test_of_several_hosts_those_are_named_that_are_known_here(told: bool) -> Non
             meet(at_server(address, 0, 5, SECRET, soon(0.3)))
     known = "1, 3 (seen: 0, 2, 4)" if told else "1 (seen on this host: 0)"
     assert f"these ranks did not come: {known}" in str(raised.value)
+
+
+def test_ranks_meet_again_and_again_in_a_thread_until_it_is_closed() -> None:
+    listener = listen(Address("127.0.0.1", 0))
+    address, meeting = port_of(listener), ServedMeeting(listener, 3, SECRET.decode())
+    for _ in range(3):
+        got = run_threads(3, lambda rank: meet(at_server(address, rank, 3, SECRET, soon())))
+        assert got == [expected(3)] * 3
+    meeting.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(address[:2], 5)
+    with pytest.raises(HorovodInternalError):
+        meet(at_server(address, 0, 3, SECRET, soon(0.2)))
+
+
+def test_a_forked_child_does_not_hold_the_port() -> None:
+    listener = listen(Address("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    meeting = ServedMeeting(listener, 3, SECRET.decode())
+    looked, tell = os.pipe()
+    forked, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(tell)
+        os.write(say, b"1")  # what is called after a fork has been called
+        os.read(looked, 1)
+        os._exit(0)
+    os.close(looked)
+    assert os.read(forked, 1) == b"1"
+    meeting.close()
+    try:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port), 5)
+    finally:
+        for descriptor in (tell, forked, say):
+            os.close(descriptor)
+        os.waitpid(child, 0)

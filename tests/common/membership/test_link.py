@@ -22,6 +22,7 @@ from hvdlite.common.membership.frames import Newcomer, World, world_frame
 from hvdlite.common.membership.link import DriverLink
 from tests.elastic.fake_driver import SECRET, FakeDriver
 from tests.ranks import run_threads
+from tests.short_calls import until
 
 pytestmark = pytest.mark.timeout(30)
 LIMIT = 10.0
@@ -60,13 +61,6 @@ def in_each_worker(
             link.close()
 
     return run_threads(size, run)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_all_members_see_the_same_world_and_every_body(driver: FakeDriver) -> None:

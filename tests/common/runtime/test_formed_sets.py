@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import logging
 import random
 import re
 import threading
-import time
 import tracemalloc
 from typing import Any
 
@@ -19,12 +17,12 @@ from hvdlite.common.gradients.segment_plan import chosen, set_split_strategy_by_
 from hvdlite.common.requests.process_set_table import ProcessSetTable
 from hvdlite.common.runtime.current import current, use
 from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
-from hvdlite.common.runtime.process_sets import (
-    ProcessSet,
-)
+from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.settings.config import Config
+from tests.common.watching import watching
 from tests.limits import HANG_SECONDS
 from tests.ranks import run_ranks, run_threads
+from tests.short_calls import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -43,14 +41,6 @@ def total(process_set: ProcessSet, name: str = "x") -> float:
 def sets_of_this_rank() -> dict[int, list[int]]:
     """All sets that this rank knows, by their ids."""
     return current().engine.process_sets.all()
-
-
-def until(condition: Any) -> None:
-    """Return when the condition holds."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come to that"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
@@ -157,12 +147,8 @@ def test_a_release_waits_for_nobody_and_ends_when_the_last_member_has_made_it() 
         until(lambda: 1 not in sets_of_this_rank())
         hvd.barrier()
 
-    log = Watch("stalled")
-    logging.getLogger("hvdlite").addHandler(log)
-    try:
+    with watching("stalled") as log:
         run_ranks(3, main, config=Config(stall_warning_seconds=0.01))
-    finally:
-        logging.getLogger("hvdlite").removeHandler(log)
     assert "release_process_set" not in log.text
 
 
@@ -218,25 +204,8 @@ def test_what_is_wrong_at_the_call() -> None:
     run_ranks(2, lambda rank: main(rank) if rank == 0 else None)
 
 
-class Watch(logging.Handler):
-    """Notes what is logged, and that `word` was."""
-
-    def __init__(self, word: str) -> None:
-        super().__init__()
-        self.word, self.seen = word, threading.Event()
-        self.text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += record.getMessage() + "\n"
-        if self.word in self.text:
-            self.seen.set()
-
-
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_members_that_name_different_ranks_are_named_by_the_stall_report(hosts: Any) -> None:
-    log = Watch("stalled")
-    logging.getLogger("hvdlite").addHandler(log)
-
     def main(rank: int) -> None:
         ranks = {0: [0, 1, 2], 1: [0, 1], 2: [0, 1, 2]}.get(rank)
         with pytest.raises(hvd.HorovodInternalError, match="stalled"):
@@ -245,11 +214,9 @@ def test_members_that_name_different_ranks_are_named_by_the_stall_report(hosts: 
             else:
                 form_process_set(ranks)
 
-    try:
-        limits = Config(stall_warning_seconds=0.5, stall_shutdown_seconds=2.0)
+    with watching("stalled") as log:
+        limits = Config(stall_warning_seconds=0.3, stall_shutdown_seconds=1.2)
         run_ranks(4, main, hosts=hosts, config=limits)
-    finally:
-        logging.getLogger("hvdlite").removeHandler(log)
     # The allreduce that rank 3 waits for is named before them where one report names all three.
     for rank, ranks in ((1, "[0, 1, 2]"), (0, "[0, 1]")):
         said = f"Rank {rank} has not submitted: (.*, )?{re.escape(f'form_process_set.{ranks}')}[.,]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.segmentation.parsing import (
@@ -26,7 +26,9 @@ from hvdlite.common.segmentation.strategies import (
     Strategy,
     Threshold,
     segments_of,
+    split_call,
 )
+from tests.common.segmentation.machine import named, obeyed
 from tests.resnet50 import BACKWARD, FORWARD
 
 
@@ -145,6 +147,7 @@ STRATEGIES = st.one_of(
 
 
 @pytest.mark.thorough
+@settings(max_examples=40)
 @given(STRATEGIES, LISTS)
 def test_every_gradient_is_in_one_segment_in_order_and_of_one_dtype(
     strategy: Strategy, gradients: list[Gradient]
@@ -275,3 +278,25 @@ def test_what_was_set_otherwise_has_a_text() -> None:
 def test_texts_that_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_strategy(text)
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=40), st.data())
+@settings(max_examples=100)
+def test_the_line_makes_the_same_segments_again(sizes: list[int], data: st.DataObject) -> None:
+    gradients = named(sizes)
+    last = len(sizes) - 1
+    cuts = data.draw(st.sets(st.integers(0, last), max_size=7))
+    ends = sorted({*cuts, last})
+    assert obeyed(split_call(ends, gradients), gradients) == ends
+
+
+def test_the_line_has_no_more_digits_than_it_needs() -> None:
+    assert split_call([160], BACKWARD) == "hvd.set_split_strategy_by_size([100])"
+    assert (
+        split_call([28, 60, 160], BACKWARD) == "hvd.set_split_strategy_by_size([64.5, 15.2, 20.3])"
+    )
+
+
+def test_gradients_that_no_percentage_tells_apart_are_named_by_index() -> None:
+    gradients = named([0, 0, 0, 100])
+    assert split_call([1, 3], gradients) == "hvd.set_split_strategy_by_idx([1, 3])"

@@ -384,8 +384,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("lines", [1, 7, 40])
+@pytest.mark.parametrize(
+    ("how", "lines"),
+    [(signal.SIGKILL, 1), (signal.SIGKILL, 40), (signal.SIGTERM, 7), (signal.SIGINT, 7)],
+)
 def test_a_process_that_is_killed_leaves_what_it_has_written(
     path: Path, how: signal.Signals, lines: int
 ) -> None:

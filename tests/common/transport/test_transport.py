@@ -413,28 +413,9 @@ def test_a_rank_that_is_closed_by_another_thread_does_not_hang(
         at_once(wait, close)
 
 
-@pytest.fixture
-def in_process() -> tuple[InProcessTransport, InProcessTransport]:
-    """Two ranks."""
+def test_a_send_is_done_when_it_was_received() -> None:
     world = InProcessWorld(Topology.single_host(2))
-    return world.transport(0), world.transport(1)
-
-
-def test_arrays_arrive_in_order(in_process: tuple[InProcessTransport, InProcessTransport]) -> None:
-    first, second = in_process
-    sends = [first.isend(1, np.full(5, value)) for value in (1, 2)]
-    targets = [np.zeros(5), np.zeros(5)]
-    targets = [target.astype(np.int64) for target in targets]
-    receives = [second.irecv(0, target) for target in targets]
-    second.wait(receives)
-    first.wait(sends)
-    assert [target.tolist() for target in targets] == [[1] * 5, [2] * 5]
-
-
-def test_a_send_is_done_when_it_was_received(
-    in_process: tuple[InProcessTransport, InProcessTransport],
-) -> None:
-    first, second = in_process
+    first, second = world.transport(0), world.transport(1)
     send = first.isend(1, np.ones(3))
     assert not send.done()
     second.close()

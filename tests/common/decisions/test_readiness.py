@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 from hvdlite.common.base.bitsets import NumberSet, mask_of, numbers_of
 from hvdlite.common.decisions.bit_readiness import BitReadiness
+from hvdlite.common.decisions.grouped import Groups
+from hvdlite.common.decisions.request_readiness import RequestReadiness
+from tests.common.decisions.requests import request
 
 RANKS = 6
+some_ranks = st.frozensets(st.integers(0, RANKS - 1), min_size=1)
 FAR = [0, 1, 2, 4095, 4096, 10**9]  # Bits on several pages.
 some_bits = st.frozensets(st.sampled_from(FAR), min_size=1)
 # Few, so that the same are often reported again; some overlap.
@@ -45,7 +49,7 @@ actions = st.sampled_from(
 
 
 @pytest.mark.thorough
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(actions, some_bits, sources), max_size=25))
 def test_bits_are_counted_as_one_by_one(
     steps: list[tuple[str, frozenset[int], frozenset[int]]],
@@ -83,3 +87,70 @@ def test_bits_are_counted_as_one_by_one(
         }
         assert ours.oldest == min(naive.since.values(), default=None)
         assert ours.all_absent == (naive.absent == naive.needed)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=RANKS, max_size=RANKS),
+    st.permutations(range(RANKS)),
+    some_ranks,
+)
+def test_requests_that_are_alike_are_held_once(
+    made: list[tuple[int, bool]], order: list[int], joined: frozenset[int]
+) -> None:
+    """`made`: the shape that each rank has; and whether it comes before the joined ones join."""
+    readiness = RequestReadiness(mask_of(range(RANKS)))
+    requests = [request("t", shape=(rows,)) for rows, _ in made]
+    early = [rank for rank in order if made[rank][1]]
+    done = [readiness.add(requests[rank], 1 << rank, 0.0) for rank in early]
+    done += readiness.excuse(mask_of(joined))
+    late = [rank for rank in order if not made[rank][1] and rank not in joined]
+    done += [readiness.add(requests[rank], 1 << rank, 1.0) for rank in late]
+    done = [alike for alike in done if alike]
+    if not early and not late:
+        assert not done
+        return
+    (alike,) = done
+    came = [*early, *late]
+    assert {rank: r for r, ranks in alike.items() for rank in numbers_of(ranks)} == {
+        rank: requests[rank] for rank in came
+    }
+    assert len(alike) == len({requests[rank] for rank in came})
+    assert readiness.oldest is None and "t" not in readiness
+
+
+class NaiveGroups:
+    """What each rank has told of one group: its size, and how many tensors."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, list[int]] = {}
+
+    def disagreement(self, ranks: list[int], size: int, count: int) -> tuple[int, int] | None:
+        """The first of `ranks` and the first with another size, ascending."""
+        complete = {rank for rank, own in self.told.items() if own[1] >= own[0]}
+        if complete & set(ranks) and len(complete) == RANKS:
+            self.told.clear()
+        for rank in ranks:
+            if rank in complete:
+                self.told.pop(rank, None)
+            self.told.setdefault(rank, [size, 0])[1] += count
+        own = self.told[ranks[0]][0]
+        other = min((rank for rank, told in self.told.items() if told[0] != own), default=None)
+        return None if other is None else (min(ranks[0], other), max(ranks[0], other))
+
+
+@pytest.mark.thorough
+@settings(max_examples=100)
+@given(st.lists(st.tuples(some_ranks, st.integers(1, 3), st.integers(1, 2)), max_size=12))
+def test_sizes_of_groups_are_compared_as_rank_by_rank(
+    told: list[tuple[frozenset[int], int, int]],
+) -> None:
+    groups, naive = Groups(RANKS), NaiveGroups()
+    for ranks, size, count in told:
+        each = request("t", group="g", group_size=size)
+        error = groups.disagreement(mask_of(ranks), each, min(count, size))
+        pair = naive.disagreement(sorted(ranks), size, min(count, size))
+        assert bool(error) == bool(pair)
+        if pair:
+            first, second = pair
+            assert f"rank {first} has " in error and f"rank {second} has " in error
