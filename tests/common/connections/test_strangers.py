@@ -229,6 +229,7 @@ def is_waiting(listening: socket.socket) -> bool:
 def test_no_bit_of_a_claim_can_be_changed() -> None:
     claim = prove.prove_claim(SECRET, given := Challenge.new(), Claim.new(WORKER, b"body"))
     assert prove.check_claim(SECRET, given, claim) is not None
+    assert SECRET not in claim and SECRET.hex().encode() not in claim
     for at in range(len(claim)):
         changed = bytearray(claim)
         changed[at] ^= 1

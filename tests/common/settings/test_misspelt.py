@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 import hvdlite
+import hvdlite.numpy as hvd
+from hvdlite.common.meeting.launch import SINGLE, Launch
+from hvdlite.common.runtime import lifecycle
+from hvdlite.common.runtime.current import this_process
 from hvdlite.common.settings.config import misspelt, settings
-from tests.parallel.jobs import run_command
+from tests.common.watching import watching
 
 PACKAGE = Path(hvdlite.__file__).parent
 ROOT = PACKAGE.parent
@@ -51,13 +54,14 @@ def test_all_variables_of_code_manifests_and_docs_are_known() -> None:
     assert misspelt(entry.variable for entry in settings()) == []
 
 
-@pytest.mark.thorough
-def test_rank_0_warns_once() -> None:
-    script = "import hvdlite.numpy as hvd\nfor _ in range(2):\n    hvd.init()\n    hvd.shutdown()"
-    words = ("-np", "2", sys.executable, "-c", script)
-    done = run_command(
-        [sys.executable, "-m", "hvdlite.launcher", *words], timeout=60, HVDLITE_CYCLETIME="1"
-    )
-    assert done.returncode == 0, done.stdout
+@pytest.mark.parametrize(("rank", "warnings"), [(0, 1), (1, 0)])
+def test_rank_0_warns_once(rank: int, warnings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDLITE_CYCLETIME", "1")
+    monkeypatch.setattr(this_process, "warned", False)
+    monkeypatch.setattr(lifecycle, "find_launch", lambda: Launch(SINGLE, rank, rank + 1))
     sentence = "HVDLITE_CYCLETIME is unknown, and ignored: did you mean HVDLITE_CYCLE_TIME?"
-    assert done.stdout.count(sentence) == 1, done.stdout
+    with watching(sentence) as watch:
+        for _ in range(2):
+            hvd.init()
+            hvd.shutdown()
+    assert watch.text.count(sentence) == warnings
