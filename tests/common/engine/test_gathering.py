@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import select
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,31 +26,43 @@ SOON = 0.001
 pytestmark = pytest.mark.timeout(30)
 
 
-class Queue:
-    """A queue whose engine sleeps, and what it was woken with."""
+NO_CORE = waking_bytes(Topology.single_host(2), cores=2)
 
-    def __init__(self, gather_seconds: float = SOON, enough: float = WAKING_BYTES) -> None:
+
+def entry_of(name: str, size_bytes: int = 8) -> Entry:
+    entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
+    entry.size_bytes = size_bytes
+    return entry
+
+
+class Gathering:
+    """An inbox whose engine sleeps, a clock that is set by hand, and the times of its wake-ups."""
+
+    def __init__(
+        self,
+        gather_seconds: float = SOON,
+        *,
+        enough: float = WAKING_BYTES,
+        short_calls: Any = None,
+        wake: Callable[[float], None] = lambda within: None,
+        awake: bool = False,
+    ) -> None:
+        self.now = 0.0
         self.woken: list[float] = []
-        # Time stands still: an alarm is put off where the next tensor comes late.
-        self.queue = Inbox(self.woken.append, gather_seconds, clock=lambda: 0.0, enough=enough)
-        assert self.queue.may_sleep()
+        self.inbox = Inbox(
+            self._wake, gather_seconds, short_calls, clock=lambda: self.now, enough=enough
+        )
+        self._also = wake
+        assert awake or self.inbox.may_sleep()
 
-    def add(self, name: str, size_bytes: int = 8) -> Entry:
-        entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
-        entry.size_bytes = size_bytes
-        self.queue.put([entry])
+    def _wake(self, within: float) -> None:
+        self._also(within)
+        self.woken.append(self.now + within)
+
+    def put(self, name: str, size_bytes: int = 8, *, waits: bool = False) -> Entry:
+        entry = entry_of(name, size_bytes)
+        self.inbox.put([entry], waits=waits)
         return entry
-
-
-def test_the_first_tensor_sets_an_alarm_for_all() -> None:
-    queue = Queue()
-    for name in "abc":
-        queue.add(name)
-    assert queue.woken == [SOON]
-    assert len(queue.queue.drain()) == 3
-    assert queue.queue.may_sleep()
-    queue.add("d")
-    assert queue.woken == [SOON, SOON]
 
 
 class ShortCalls:
@@ -63,26 +76,25 @@ class ShortCalls:
         return not entry.handle.poll()
 
 
-class AwakeEngine:
-    """An inbox whose engine is awake, its alarms, and a clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.alarms: list[float] = []
-        self.inbox = Inbox(self._wake, SOON, ShortCalls(), clock=lambda: self.now)
-
-    def _wake(self, within: float) -> None:
-        self.alarms.append(self.now + within)
-
-    def put(self, name: str, *, waits: bool = False, size_bytes: int = 8) -> Entry:
-        entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
-        entry.size_bytes = size_bytes
-        self.inbox.put([entry], waits=waits)
-        return entry
+@pytest.mark.parametrize(
+    ("gather_seconds", "enough"),
+    [(SOON, WAKING_BYTES), (SOON, NO_CORE), (0.0, WAKING_BYTES)],
+    ids=["a core", "no core", "no cycle time"],
+)
+def test_the_first_tensor_sets_an_alarm_for_all(gather_seconds: float, enough: float) -> None:
+    engine = Gathering(gather_seconds, enough=enough)
+    for name in "abc":
+        engine.put(name)
+    assert engine.woken == [gather_seconds]
+    if enough == WAKING_BYTES:
+        assert len(engine.inbox.drain()) == 3
+        assert engine.inbox.may_sleep()
+        engine.put("d")
+        assert engine.woken == [gather_seconds] * 2
 
 
 def test_an_engine_that_is_awake_leaves_the_entry_of_a_thread_that_waits_next() -> None:
-    engine = AwakeEngine()
+    engine = Gathering(short_calls=ShortCalls(), awake=True)
     other, kept = engine.put("other"), engine.put("kept", waits=True)
     assert engine.inbox.drain() == [other]
     assert engine.inbox.drain() == []
@@ -92,19 +104,19 @@ def test_an_engine_that_is_awake_leaves_the_entry_of_a_thread_that_waits_next() 
 
 
 def test_an_entry_is_reported_though_a_signal_has_kept_its_thread_from_waiting() -> None:
-    engine = AwakeEngine()
+    engine = Gathering(short_calls=ShortCalls(), awake=True)
     kept = engine.put("kept", waits=True)
     engine.now += SOON / 4
     assert engine.inbox.drain() == []
     assert engine.inbox.may_sleep()
-    (engine.now,) = engine.alarms
+    (engine.now,) = engine.woken
     assert engine.now == pytest.approx(SOON)
     assert engine.inbox.drain() == [kept]
 
 
 @pytest.mark.parametrize("then", ["another comes", "it is waited for with a limit", "all go"])
 def test_nothing_overtakes_an_entry_that_is_kept_and_nobody_waits_for_it_in_vain(then: str) -> None:
-    engine = AwakeEngine()
+    engine = Gathering(short_calls=ShortCalls(), awake=True)
     expected = [engine.put("kept", waits=True)]
     if then == "another comes":
         expected.append(engine.put("next"))
@@ -115,115 +127,97 @@ def test_nothing_overtakes_an_entry_that_is_kept_and_nobody_waits_for_it_in_vain
 
 
 def test_an_entry_of_many_bytes_is_kept_from_nobody() -> None:
-    engine = AwakeEngine()
-    assert engine.inbox.may_sleep()
-    entry = engine.put("large", waits=True, size_bytes=WAKING_BYTES)
-    assert engine.alarms == [0.0]
+    engine = Gathering(short_calls=ShortCalls())
+    entry = engine.put("large", WAKING_BYTES, waits=True)
+    assert engine.woken == [0.0]
     assert engine.inbox.drain() == [entry]
 
 
 def test_the_entries_of_a_group_are_not_kept() -> None:
-    engine = AwakeEngine()
-    group = [Entry(Request(0, name, "allreduce", "float32", (1,))) for name in "ab"]
+    engine = Gathering(short_calls=ShortCalls(), awake=True)
+    group = [entry_of(name) for name in "ab"]
     engine.inbox.put(group, waits=True)
     assert engine.inbox.drain() == group
 
 
 def test_the_alarm_is_put_off_while_short_calls_follow_each_other() -> None:
     """The engine would wake for nothing; an entry that nobody waits for has its alarm in time."""
-    now, alarms = 0.0, []
-
-    def wake(within: float) -> None:
-        alarms.append(now + within)
-
-    inbox = Inbox(wake, SOON, ShortCalls(), clock=lambda: now)
-    assert inbox.may_sleep()
+    engine = Gathering(short_calls=ShortCalls())
 
     def put(name: str) -> Entry:
-        entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
-        entry.size_bytes = 8
-        inbox.put([entry])
-        assert now < alarms[-1] <= now + SOON
+        entry = engine.put(name)
+        assert engine.now < engine.woken[-1] <= engine.now + SOON
         return entry
 
     for step in range(1000):
         put(f"short {step}").handle.wait()
-        now += SOON / 10
-    assert len(alarms) <= 1000 // 5
+        engine.now += SOON / 10
+    assert len(engine.woken) <= 1000 // 5
     put("nobody waits")
-    due = alarms[-1]
+    due = engine.woken[-1]
     for step in range(5):  # entries that come after it do not put it off
-        now += SOON / 10
+        engine.now += SOON / 10
         put(f"later {step}")
-    assert alarms[-1] == due
-    assert len(inbox.drain()) == 6
+    assert engine.woken[-1] == due
+    assert len(engine.inbox.drain()) == 6
 
 
 def test_an_engine_that_is_awake_is_not_woken() -> None:
-    queue = Queue()
-    queue.queue.drain()
-    queue.add("a")
-    assert not queue.woken
-    assert not queue.queue.may_sleep()
+    engine = Gathering(awake=True)
+    engine.put("a")
+    assert not engine.woken
+    assert not engine.inbox.may_sleep()
 
 
 def test_who_waits_wakes_the_engine_once() -> None:
-    queue = Queue()
-    first, second = queue.add("a"), queue.add("b")
+    engine = Gathering()
+    first, second = engine.put("a"), engine.put("b")
     for entry in (first, second):
         assert not entry.handle.ended_within(0.01)
         threading.Thread(target=entry.handle.wait, daemon=True).start()
-    assert queue.woken == [SOON, 0.0]
-    for entry in queue.queue.drain():
+    assert engine.woken == [SOON, 0.0]
+    for entry in engine.inbox.drain():
         entry.complete()
     assert first.handle.wait() is None
-    assert queue.woken == [SOON, 0.0]
+    assert engine.woken == [SOON, 0.0]
 
 
 def test_who_wants_to_be_called_wakes_the_engine() -> None:
-    queue = Queue()
-    queue.add("a").handle.on_end(lambda: None)
-    assert queue.woken == [SOON, 0.0]
+    engine = Gathering()
+    engine.put("a").handle.on_end(lambda: None)
+    assert engine.woken == [SOON, 0.0]
 
 
 def test_many_bytes_wake_the_engine_at_once() -> None:
-    queue = Queue()
-    queue.add("a", WAKING_BYTES - 1)
-    queue.add("b", 1)
-    queue.add("c", WAKING_BYTES)
-    assert queue.woken == [SOON, 0.0]
+    engine = Gathering()
+    for name, size_bytes in (("a", WAKING_BYTES - 1), ("b", 1), ("c", WAKING_BYTES)):
+        engine.put(name, size_bytes)
+    assert engine.woken == [SOON, 0.0]
 
 
 def test_many_bytes_gather_on_where_the_engine_has_no_core_of_its_own() -> None:
     one, two = Topology.single_host(2), Topology(((0,), (1,)))
     assert waking_bytes(one, cores=3) == waking_bytes(two, cores=1) == WAKING_BYTES
-    queue = Queue(enough=waking_bytes(one, cores=2))
-    queue.add("a", 1 << 40)
-    assert queue.woken == [SOON]
-    queue.queue.hurry()
-    assert queue.woken == [SOON, 0.0]
+    engine = Gathering(enough=NO_CORE)
+    engine.put("a", 1 << 40)
+    assert engine.woken == [SOON]
+    engine.inbox.hurry()
+    assert engine.woken == [SOON, 0.0]
 
 
 def test_an_engine_without_a_core_is_not_woken_while_tensors_follow_each_other() -> None:
     """One negotiation for what a thread enqueues in a few milliseconds; no tensor waits longer."""
-    now = due = 0.0
+    engine = Gathering(enough=NO_CORE)
     came: list[float] = []
     waited: list[float] = []  # the first tensor of each round
-
-    def wake(within: float) -> None:
-        nonlocal due
-        due = now + within
-
-    inbox = Inbox(wake, SOON, clock=lambda: now, enough=waking_bytes(Topology.single_host(2), 2))
-    assert inbox.may_sleep()
     for number in range(100):
-        came.append(now)
-        inbox.put([Entry(Request(0, str(number), "barrier"))])
-        now += SOON / 10
-        if now >= due:
-            waited.append(now - came[0])
-            assert len(inbox.drain()) == len(came)
-            assert inbox.may_sleep()
+        came.append(engine.now)
+        engine.put(str(number))
+        engine.now += SOON / 10
+        if engine.now >= engine.woken[-1]:
+            waited.append(engine.now - came[0])
+            assert len(engine.inbox.drain()) == len(came)
+            assert engine.inbox.may_sleep()
             came.clear()
     assert len(waited) == 2
     assert max(waited) < (MOST_CYCLES + 0.5) * SOON
@@ -232,47 +226,36 @@ def test_an_engine_without_a_core_is_not_woken_while_tensors_follow_each_other()
 @pytest.mark.parametrize("then", ["a thread waits", "nothing comes", "all go"])
 def test_a_message_of_another_rank_does_not_divide_what_a_thread_enqueues(then: str) -> None:
     """Its engine has no core, and is not to negotiate the first half of a step alone."""
-    now, alarms = 0.0, []
-    enough = waking_bytes(Topology.single_host(2), 2)
-    inbox = Inbox(
-        lambda within: alarms.append(now + within), SOON, clock=lambda: now, enough=enough
-    )
-    assert inbox.may_sleep()
-    entries = [Entry(Request(0, name, "allreduce", "float32", (1,))) for name in "abc"]
-    for entry in entries:
-        inbox.put([entry])
-        now += SOON / 20
-        assert inbox.drain() == []  # a message has come
-        assert inbox.may_sleep()
-        assert now < alarms[-1] <= now + SOON
+    engine = Gathering(enough=NO_CORE)
+    entries = []
+    for name in "abc":
+        entries.append(engine.put(name))
+        engine.now += SOON / 20
+        assert engine.inbox.drain() == []  # a message has come
+        assert engine.inbox.may_sleep()
+        assert engine.now < engine.woken[-1] <= engine.now + SOON
     if then == "a thread waits":
         assert not entries[1].handle.ended_within(0)
-        assert alarms[-1] == now
+        assert engine.woken[-1] == engine.now
     elif then == "nothing comes":
-        now = alarms[-1]
-    assert inbox.drain(everything=then == "all go") == entries
+        engine.now = engine.woken[-1]
+    assert engine.inbox.drain(everything=then == "all go") == entries
 
 
 def test_what_a_thread_waits_for_does_not_gather_with_what_comes_meanwhile() -> None:
     """Another thread enqueues between the note that somebody waits and the wake-up."""
-    now = 0.0
-    entries = [Entry(Request(0, name, "allreduce", "float32", (1,))) for name in "abc"]
-
-    def wake(within: float) -> None:
-        if within == 0:
-            inbox.put(entries[2:])
-
-    inbox = Inbox(wake, SOON, clock=lambda: now, enough=math.inf)
-    assert inbox.may_sleep()
-    inbox.put(entries[:1])
-    inbox.put(entries[1:2])
-    now += SOON * 0.6  # The wake-up may be put off from now on.
+    meanwhile = [entry_of("c")]
+    engine = Gathering(
+        enough=math.inf, wake=lambda within: None if within else engine.inbox.put(meanwhile)
+    )
+    entries = [engine.put("a"), engine.put("b"), *meanwhile]
+    engine.now += SOON * 0.6  # The wake-up may be put off from now on.
     assert not entries[0].handle.ended_within(0)
-    assert inbox.drain() == entries
-    assert inbox.may_sleep()
-    inbox.put([again := Entry(Request(0, "again", "allreduce", "float32", (1,)))])
-    assert inbox.drain() == []  # Nobody waits for this one.
-    assert inbox.drain(gathers=False) == [again]
+    assert engine.inbox.drain() == entries
+    assert engine.inbox.may_sleep()
+    again = engine.put("again")
+    assert engine.inbox.drain() == []  # Nobody waits for this one.
+    assert engine.inbox.drain(gathers=False) == [again]
 
 
 def test_entries_are_reported_before_an_order_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,79 +278,55 @@ def test_entries_are_reported_before_an_order_is_executed(monkeypatch: pytest.Mo
 
 
 def test_a_message_of_another_rank_has_what_came_a_while_ago() -> None:
-    now = 0.0
-    inbox = Inbox(lambda within: None, SOON, clock=lambda: now, enough=math.inf)
-    assert inbox.may_sleep()
-    entry = Entry(Request(0, "computes meanwhile", "allreduce", "float32", (1,)))
-    inbox.put([entry])
-    now += SOON / 2
-    assert inbox.drain() == [entry]
-
-
-def test_an_engine_without_a_core_is_woken_as_soon_as_nothing_follows() -> None:
-    queue = Queue(enough=waking_bytes(Topology.single_host(2), cores=2))
-    for name in "abc":
-        queue.add(name)
-    assert queue.woken == [SOON]
+    engine = Gathering(enough=math.inf)
+    entry = engine.put("computes meanwhile")
+    engine.now += SOON / 2
+    assert engine.inbox.drain() == [entry]
 
 
 @pytest.mark.parametrize("who", ["the first tensor", "many bytes", "a thread that waits"])
 def test_ctrl_c_just_before_a_wake_up_leaves_the_next_one_to_others(who: str) -> None:
     """An engine that nobody has woken is not taken for one that is awake."""
-    woken: list[float] = []
     interrupts: list[type[BaseException]] = []
 
-    def wake(within: float) -> None:
+    def interrupt(within: float) -> None:
         if interrupts:
             raise interrupts.pop()
-        woken.append(within)
 
-    inbox = Inbox(wake, SOON)
-    assert inbox.may_sleep()
+    engine = Gathering(wake=interrupt)
 
     def come(name: str) -> None:
-        entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
-        entry.size_bytes = WAKING_BYTES if who == "many bytes" else 8
-        inbox.put([entry])
+        entry = engine.put(name, WAKING_BYTES if who == "many bytes" else 8)
         if who == "a thread that waits":
             assert not entry.handle.ended_within(0)
 
     if who == "a thread that waits":
-        inbox.put([Entry(Request(0, "alarm", "barrier"))])
-        woken.clear()
+        engine.put("alarm")
+        engine.woken.clear()
     interrupts.append(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         come("interrupted")
-    assert woken == []
+    assert engine.woken == []
     come("next")
-    assert woken == [SOON if who == "the first tensor" else 0.0]
+    assert engine.woken == [SOON if who == "the first tensor" else 0.0]
     come("later")
-    assert len(woken) == 1
+    assert len(engine.woken) == 1
 
 
 def test_a_wake_up_that_comes_late_is_not_taken_for_one_of_the_next_sleep() -> None:
     """The engine has drained and sleeps again before a thread has noted that it has woken it."""
-    woken: list[float] = []
     drained: list[list[Entry]] = []
 
-    def wake(within: float) -> None:
-        woken.append(within)
+    def drain(within: float) -> None:
         if not drained:
-            drained.append(inbox.drain())
-            assert inbox.may_sleep()
+            drained.append(engine.inbox.drain())
+            assert engine.inbox.may_sleep()
 
-    inbox = Inbox(wake, SOON)
-    assert inbox.may_sleep()
-    inbox.put([Entry(Request(0, "a", "barrier"))])
+    engine = Gathering(wake=drain)
+    engine.put("a")
     assert [len(each) for each in drained] == [1]
-    inbox.put([Entry(Request(0, "b", "barrier"))])
-    assert woken == [SOON, SOON]
-
-
-def test_without_a_cycle_time_every_tensor_wakes_the_engine() -> None:
-    queue = Queue(gather_seconds=0)
-    queue.add("a")
-    assert queue.woken == [0.0]
+    engine.put("b")
+    assert engine.woken == [SOON, SOON]
 
 
 def test_what_nobody_waits_for_is_reduced_all_the_same() -> None:

@@ -9,7 +9,7 @@ import itertools
 import random
 import threading
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,14 @@ COLLECTIVES = ("allreduce", "allgather", "allgather", "broadcast", "alltoall", "
                "grouped")  # fmt: skip
 
 
+@lru_cache(maxsize=1024)  # Every rank asks for those of all others.
+def numbers(seed: int, rank: int, round_: int, rows: int | None) -> Any:
+    rng = np.random.default_rng([seed, rank, round_])
+    if rows is None:
+        rows = 1 + rank + (int(rng.integers(0, 4)) == 0)
+    return rng.integers(0, 9, (rows, 2)).astype(np.float64)
+
+
 @dataclass(frozen=True)
 class Case:
     """One named collective, with what each rank puts in in each round."""
@@ -41,11 +49,8 @@ class Case:
 
     def input(self, rank: int, round_: int) -> Any:
         """Small whole numbers; the rows of an allgather now and then change on one rank alone."""
-        rng = np.random.default_rng([self.seed, rank, round_])
-        rows = 2 * self.size
-        if self.collective == "allgather":
-            rows = 1 + rank + (int(rng.integers(0, 4)) == 0)
-        return rng.integers(0, 9, (rows, 2)).astype(np.float64)
+        rows = None if self.collective == "allgather" else 2 * self.size
+        return numbers(self.seed, rank, round_, rows)
 
     def start(self, rank: int, round_: int) -> Any:
         tensor = self.input(rank, round_)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,49 +195,45 @@ def test_any_json_is_a_sample_or_none(value: object) -> None:
         assert found is None or unpack(pack(found)) is not None
 
 
-def test_the_launcher_is_told_by_its_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tmp_path / "events"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDWR)
-    monkeypatch.setenv("HVDLITE_LAUNCHER_EVENTS", f"token 0 {pipe}")
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """What the launcher reads of a rank."""
+    os.mkfifo(tmp_path / "events")
+    reader = os.open(tmp_path / "events", os.O_RDWR)
+    monkeypatch.setenv("HVDLITE_LAUNCHER_EVENTS", f"token 0 {tmp_path}/events")
     monkeypatch.setattr("hvdlite.common.iterations.counts.PERIOD_SECONDS", 0.01)
+    yield reader
+    os.close(reader)
 
+
+def test_the_launcher_is_told_by_its_pipe(pipe: int) -> None:
     def main(rank: int) -> bytes:
         current().begin([], first=True)
         hvd.metrics()
-        return os.read(reader, 4096)
+        return os.read(pipe, 4096)
 
-    try:
-        (line,) = run_ranks(1, main, config=Config(live=True))
-    finally:
-        os.close(reader)
+    (line,) = run_ranks(1, main, config=Config(live=True))
     token, event, rank, text = line.decode().splitlines()[0].split(" ", 3)
     assert (token, event, rank) == ("token", "live", "0")
     sample = unpack(text)
     assert sample is not None and sample.rank == 0 and sample.size == 1
 
 
-def test_each_init_looks_whether_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_init_looks_whether_to_count(
+    pipe: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one order to count may have come between two worlds, when this process was no rank."""
-    os.mkfifo(tmp_path / "events")
-    reader = os.open(tmp_path / "events", os.O_RDWR)
-    monkeypatch.setenv("HVDLITE_LAUNCHER_EVENTS", f"token 0 {tmp_path}/events")
-    monkeypatch.setattr("hvdlite.common.iterations.counts.PERIOD_SECONDS", 0.01)
     monkeypatch.setattr(orders, "_obeying", {os.getpid()})  # Since an init before.
 
     def main(rank: int) -> bool:
         current().begin([], first=True)
         return current().trainers.counts is not None
 
-    try:
-        assert run_ranks(1, main) == [False]
-        (tmp_path / "count").write_bytes(b"all")
-        for _ in range(2):
-            assert run_ranks(1, lambda rank: main(rank) and os.read(reader, 4096)[:12]) == [
-                b"token live 0"
-            ]
-    finally:
-        os.close(reader)
+    assert run_ranks(1, main) == [False]
+    (tmp_path / "count").write_bytes(b"all")
+    for _ in range(2):
+        said = run_ranks(1, lambda rank: main(rank) and os.read(pipe, 4096)[:12])
+        assert said == [b"token live 0"]
 
 
 def test_orders_go_on_to_ranks_that_the_launcher_does_not_reach() -> None:

@@ -16,6 +16,7 @@ from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.meet import ServedMeeting
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
+from tests.common.children import living_child
 from tests.common.meeting.exchanges import at_server, hosting
 from tests.common.meeting.serving import SECRET, Driver, expected, meet, port_of, serving, soon
 from tests.ranks import run_threads
@@ -181,21 +182,7 @@ def test_a_forked_child_does_not_hold_the_port() -> None:
     listener = listen(Address("127.0.0.1", 0))
     port = listener.getsockname()[1]
     meeting = ServedMeeting(listener, 3, SECRET.decode())
-    looked, tell = os.pipe()
-    forked, say = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(tell)
-        os.write(say, b"1")  # what is called after a fork has been called
-        os.read(looked, 1)
-        os._exit(0)
-    os.close(looked)
-    assert os.read(forked, 1) == b"1"
-    meeting.close()
-    try:
+    with living_child():  # What is called after a fork has been called.
+        meeting.close()
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", port), 5)
-    finally:
-        for descriptor in (tell, forked, say):
-            os.close(descriptor)
-        os.waitpid(child, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp.connect import connect, listen_remote
 from hvdlite.common.transport.tcp.transport import TcpTransport
+from tests.common.children import living_child
 from tests.common.transport import networks
 from tests.common.transport.tcp_worlds import (
     TWO_HOSTS,
@@ -272,23 +272,7 @@ def test_a_connect_that_fails_leaves_nothing_open() -> None:
 def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
     with open_pair() as (transports, _):
         train(transports)
-        done = os.pipe()
-        ready = os.pipe()
-        child = os.fork()
-        if child == 0:
-            for transport in transports:
-                transport.after_fork_in_child()
-            os.write(ready[1], b"r")
-            os.close(done[1])
-            os.read(done[0], 1)  # Lives until the test is over.
-            os._exit(0)
-        try:
-            os.read(ready[0], 1)
+        with living_child(lambda: [each.after_fork_in_child() for each in transports]):
             train(transports)
             transports[1]._close_sockets()
-            messages = transports[0].receive(10)
-            assert messages == [Incoming(1, None)]
-        finally:
-            for end in (*done, *ready):
-                os.close(end)
-            os.waitpid(child, 0)
+            assert transports[0].receive(10) == [Incoming(1, None)]

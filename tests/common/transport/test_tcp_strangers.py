@@ -208,6 +208,18 @@ def ports_of_guests(transport: TcpTransport) -> set[int]:
     }
 
 
+def test_too_many_guests_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room_for(3, monkeypatch)
+    with open_pair() as (transports, places):
+        strangers = [socket.create_connection(places[0]) for _ in range(10)]
+        for _ in strangers:
+            transports[0].receive(0.01)
+        assert len(transports[0]._connections.listener._strangers) == 3
+        train(transports)
+        for stranger in strangers:
+            stranger.close()
+
+
 def test_a_rank_that_is_pushed_out_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     make_room_for(1, monkeypatch)
     with open_pair(neighbours=lambda topology, rank: ()) as (transports, places):

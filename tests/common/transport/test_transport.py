@@ -23,6 +23,7 @@ from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorl
 from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.mpi_messages import Backoff
 from hvdlite.common.transport.rendezvous import Meeting, listen, meet
+from tests.common.children import living_child
 from tests.ranks import run_threads
 from tests.worlds import TCP, TcpWorld
 
@@ -526,26 +527,12 @@ def test_the_meeting_is_private_and_leaves_nothing() -> None:
 
 def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
     first, second = make_meshes(2)
-    ready, done = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        first.after_fork_in_child()
-        second.after_fork_in_child()
-        os.write(ready[1], b"r")
-        os.close(done[1])
-        os.read(done[0], 1)  # lives until the test is over
-        os._exit(0)
-    try:
-        os.read(ready[0], 1)
+    with living_child(lambda: [each.after_fork_in_child() for each in (first, second)]):
         second.send(0, b"undisturbed")
         assert first.receive(10.0) == [Incoming(1, b"undisturbed")]
         second.close()
         assert first.receive(10.0) == [Incoming(1, None)]
         first.close()
-    finally:
-        for end in (*done, *ready):
-            os.close(end)
-        os.waitpid(child, 0)
 
 
 def test_naps_are_short_in_a_busy_job_and_few_in_an_idle_one(
