@@ -15,7 +15,7 @@ from hvdlite.common.connections import address as module
 from hvdlite.common.connections.address import Address, connect, is_here, listen, parse_address
 from hvdlite.common.meeting.launch import MASTER, Launch
 from hvdlite.common.meeting.meet import meet
-from tests.common.meeting.exchanges import all_sockets_closed
+from tests.common.meeting.serving import all_sockets_closed
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:

@@ -1,16 +1,20 @@
-"""Servers of meetings, and ranks that meet there."""
+"""Servers of meetings, and ranks that meet there: both ends, for tests."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hvdlite.common.connections.address import Address, listen
+from hvdlite.common.connections.address import Address, listen, parse_address
 from hvdlite.common.connections.loop import Loop
+from hvdlite.common.meeting.client import Participant, ServerExchange
+from hvdlite.common.meeting.meet import HostedExchange
 from hvdlite.common.meeting.server import MeetingServer
 
 SECRET = b"only this job knows it"
@@ -72,3 +76,27 @@ def meet(exchange: Any, rounds: int = 3) -> list[list[bytes]]:
 
 def expected(size: int, rounds: int = 3) -> list[list[bytes]]:
     return [[f"{r} of {rank}".encode() for rank in range(size)] for r in range(rounds)]
+
+
+def at_server(address: str | Address | Sequence[Address], *me: Any, **more: Any) -> ServerExchange:
+    """The exchange at a server; see `Participant` for the arguments."""
+    if isinstance(address, str):
+        address = parse_address(address, "the test")
+    addresses = [address] if isinstance(address, Address) else address
+    return ServerExchange(addresses, Participant(*me, **more))
+
+
+def hosting(listener: socket.socket, *me: Any, **more: Any) -> HostedExchange:
+    """The exchange of a rank that serves at `listener`; see `Participant` for the arguments."""
+    return HostedExchange(listener, Participant(*me, **more))
+
+
+@contextlib.contextmanager
+def all_sockets_closed() -> Iterator[None]:
+    """See that no socket is left to the garbage collector."""
+    gc.collect()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        yield
+        gc.collect()
+    assert not caught, [str(each.message) for each in caught]

@@ -17,8 +17,17 @@ from hvdlite.common.meeting.meet import ServedMeeting
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
 from tests.common.children import living_child
-from tests.common.meeting.exchanges import at_server, hosting
-from tests.common.meeting.serving import SECRET, Driver, expected, meet, port_of, serving, soon
+from tests.common.meeting.serving import (
+    SECRET,
+    Driver,
+    at_server,
+    expected,
+    hosting,
+    meet,
+    port_of,
+    serving,
+    soon,
+)
 from tests.ranks import run_threads
 
 

@@ -19,12 +19,14 @@ from hvdlite.common.meeting.detection import detect
 from hvdlite.common.meeting.meet import meet as meet_at
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
-from tests.common.meeting.exchanges import all_sockets_closed, at_server, hosting
 from tests.common.meeting.serving import (
     LIMIT,
     SECRET,
     Driver,
+    all_sockets_closed,
+    at_server,
     expected,
+    hosting,
     meet,
     port_of,
     serving,

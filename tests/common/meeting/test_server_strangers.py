@@ -22,12 +22,13 @@ from hvdlite.common.meeting import server as server_module
 from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.meet import ServedMeeting
 from hvdlite.common.meeting.server import MeetingServer
-from tests.common.meeting.exchanges import at_server, hosting
 from tests.common.meeting.serving import (
     LIMIT,
     SECRET,
     Driver,
+    at_server,
     expected,
+    hosting,
     meet,
     port_of,
     serving,
