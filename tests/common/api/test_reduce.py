@@ -31,7 +31,7 @@ ADAPTER = NumpyAdapter()
 WAYS = {
     "compiled": (None, Config()),
     "python": (None, Config(native="off")),
-    "ring": (None, Config(data_plane="ring")),
+    "ring over hosts": ([[0, 2], [1], [3]], Config(data_plane="ring")),
     "hosts": ([[0, 1], [2, 3]], Config()),
     "uneven hosts, python": ([[0, 2], [1], [3]], Config(native="off")),
     "ranks on hosts": ([[0], [1], [2], [3]], Config()),
