@@ -46,27 +46,21 @@ def test_a_steady_step_travels_as_bits() -> None:
     assert len(encode(Orders(first))) > 100 * len(encode(Reports((Report(0, (1,), bits),))))
 
 
-def test_what_ends_a_rank_is_told_to_those_who_wait_for_it() -> None:
+@pytest.mark.parametrize(
+    "reason", ["has been shut down", "has ended by ValueError: no data (train.py, line 3)"]
+)
+def test_a_departed_rank_fails_what_waits_and_what_comes(reason: str) -> None:
     coordinator = new_coordinator(2, cache_capacity=1024)
     coordinator.receive(Report(0, (0,), (), (request("early"),)), 0.0)
-    coordinator.depart(1, "has ended by ValueError: no data (train.py, line 3)")
-    (error,) = [item.error for item in items(coordinator)]
-    assert error == (
-        "allreduce 'early': rank 1 has ended by ValueError: no data (train.py, line 3) and cannot "
-        "take part any more"
-    )
-
-
-def test_a_departed_rank_fails_what_waits_and_what_comes() -> None:
-    coordinator = new_coordinator(2, cache_capacity=1024)
-    coordinator.receive(Report(0, (0,), (), (request("early"),)), 0.0)
-    coordinator.depart(1)
+    coordinator.depart(1, *[reason] * ("ended" in reason))
     coordinator.receive(Report(0, (0,), (), (request("late"),)), 0.0)
     *segments, departed = coordinator.pop_orders()
-    assert departed == Departed(1)
-    for segment in segments:
+    assert isinstance(departed, Departed) and departed.rank == 1
+    for segment, name in zip(segments, ("early", "late"), strict=True):
         assert isinstance(segment, Segment) and isinstance(segment.items[0], Response)
-        assert "rank 1 has been shut down" in segment.items[0].error
+        assert segment.items[0].error == (
+            f"allreduce '{name}': rank 1 {reason} and cannot take part any more"
+        )
 
 
 class CarriedSums:

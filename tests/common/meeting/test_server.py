@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.meet import ServedMeeting
 from hvdlite.common.meeting.rounds import Key
-from hvdlite.common.meeting.server import MeetingServer
 from tests.common.children import living_child
 from tests.common.meeting.serving import (
     SECRET,
@@ -38,22 +36,6 @@ def test_every_rank_gets_every_body_in_rank_order(size: int) -> None:
             size, lambda rank: meet(at_server(address, rank, size, SECRET, soon()))
         )
     assert results == [expected(size)] * size
-
-
-def test_a_unix_socket_with_a_long_path(tmp_path: Path) -> None:
-    folder = tmp_path / ("long" * 40)
-    folder.mkdir()
-    address = f"unix:{folder}/meeting"
-    driver = Driver(
-        lambda loop: MeetingServer(
-            loop, listen(Address(path=f"{folder}/meeting")), range(2), 2, SECRET
-        )
-    )
-    try:
-        results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))
-    finally:
-        driver.close()
-    assert results == [expected(2)] * 2
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

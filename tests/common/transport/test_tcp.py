@@ -50,10 +50,6 @@ def test_a_job_on_one_host_opens_no_tcp_socket() -> None:
     assert run_world(Topology.single_host(2), main) == [0, 0]
 
 
-def test_ranks_of_three_hosts_exchange_arrays() -> None:
-    run_world(Topology(((0, 1), (2,), (3,))), exchange_arrays)
-
-
 def test_data_connections_are_made_at_first_use() -> None:
     """A job of many ranks holds the edges of its control tree, and not a socket for each pair."""
     together = threading.Barrier(3)

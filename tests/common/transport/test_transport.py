@@ -342,22 +342,6 @@ def test_a_wait_for_any_array_ends_with_the_first(pair: list[Any]) -> None:
     np.testing.assert_array_equal(first, np.ones(3))
 
 
-def test_arrays_of_every_dtype(pair: list[Any]) -> None:
-    arrays: list[Any] = [np.arange(6.0), np.ones(3, bool), np.full(4, 1j, np.complex64)]
-
-    def receive() -> list[Any]:
-        targets = [np.zeros_like(array) for array in arrays]
-        for target in targets:
-            pair[1].wait([pair[1].irecv(0, target)])
-        return targets
-
-    def send() -> None:
-        pair[0].wait([pair[0].isend(1, array) for array in arrays])
-
-    for target, array in zip(at_once(send, receive)[1], arrays, strict=True):
-        np.testing.assert_array_equal(target, array)
-
-
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_peer_that_leaves_ends_a_wait_for_its_array(pair: list[Any], connected: bool) -> None:
     def send() -> None:
