@@ -66,7 +66,6 @@ THOROUGH = (
     "ps/test_loads.py",
     "ps/test_losses_after_loads.py",
     "ps/test_lost_leaders.py",
-    "ps/test_raw.py",
     "ps/test_records.py",
     "ps/test_rows_scaling.py",
     "ps/test_scaling.py",

@@ -37,7 +37,7 @@ WORKERS_PER_CORE, MORE_WORKERS = 2, 2
 # What the workers of the whole suite have imported, by the marker of the tests that need it, and
 # variables with which that has no threads and prints nothing.
 IMPORTED = {
-    "torch": ("torch._dynamo", "sklearn.datasets"),
+    "torch": ("torch._dynamo",),
     "tf": ("tensorflow", "keras", "matplotlib.pyplot"),
 }
 QUIETLY = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -46,8 +46,6 @@ SEPARATE = (
     "tests/elastic/",
     "tests/launcher/",
     "tests/parallel/",
-    "tests/ps/test_scenarios.py",
-    "tests/ps/test_torch.py",
 )
 # Tests whose path begins so are one unit: they share a cluster, or simulated hosts, of which each
 # unit has its own.

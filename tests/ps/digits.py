@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from importlib.machinery import PathFinder
+from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 
@@ -35,9 +37,12 @@ def network() -> nn.Module:
 
 @cache
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    digits = load_digits()
-    x = torch.tensor(digits.data / 16.0, dtype=torch.float32)
-    y = torch.tensor(digits.target)
+    package = PathFinder.find_spec("sklearn")  # Which takes seconds to import.
+    assert package is not None and package.origin is not None
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    digits = np.loadtxt(file, delimiter=",")
+    x = torch.tensor(digits[:, :-1] / 16.0, dtype=torch.float32)
+    y = torch.tensor(digits[:, -1].astype(int))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     x, y = x[order], y[order]
     return x[:1500], y[:1500], x[1500:], y[1500:]

@@ -8,20 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hvdlite.common.base.metrics import METRICS
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.ps.connections.messages import Answer, Message
-from hvdlite.ps.connections.records import Records, Row, path_of_process
+from hvdlite.ps.connections.records import Records, path_of_process
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
 from hvdlite.ps.tables.table import Table
 from hvdlite.tools.timeline_reader import check
 from tests.ps.cluster import SIZES, Cluster, trainers
-from tests.ps.processes import cluster
-from tests.ps.scripts.torch_digits import main
-from tests.ps.sites import Site
 from tests.ps.test_tables import begun, payloads, values_of
 
 
@@ -148,27 +144,3 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=why):
             Records.by_settings({word: str(tmp_path / "none" / "a.csv")}, "server", 3)
     assert path_of_process("/a/b.json", "server", 3) == "/a/b.server3.json"
-
-
-def test_processes_of_a_cluster_write_files_of_their_own(site: Site) -> None:
-    files = {"HVDLITE_TIMELINE": "t.json", "HVDLITE_TRACE_ITERATIONS": "t.csv"}
-    variables = {word: str(site.inside / name) for word, name in files.items()}
-    words = "async", None, "sgd", 5
-    with cluster(site, 1, 2, main, *words, **variables) as job:
-        assert not job.wait_for_all()
-    for process, peer in (("server0", "worker 1"), ("worker1", "server 0")):
-        rows = rows_of(site.folder / f"t.{process}.csv")
-        assert tuple(rows[0]) == Row._fields
-        pushes = [row for row in rows if row["kind"] == "push" and row["peer"] == peer]
-        assert [row["clock"] for row in pushes] == [str(step) for step in range(5)]
-        assert all(0 <= int(row["stale"]) <= 5 for row in pushes)
-        path = site.folder / f"t.{process}.json"
-        assert not check(json.loads(path.read_text())).problems
-        assert len(spans(path, f"[push] optimizer, {peer}")) == 10
-    server, worker = (
-        [row["stale"] for row in rows_of(site.folder / f"t.{each}.csv") if row["kind"] == "push"
-         and row["peer"] in ("worker 1", "server 0")]
-        for each in ("server0", "worker1")
-    )  # fmt: skip
-    assert server == worker  # Both tell the same story.
-    assert np.all(np.array(server, int) >= 0)

@@ -20,9 +20,6 @@ from hvdlite.torch import ps
 from hvdlite.torch.ps.embedding import ROWS as ATTRIBUTE
 from hvdlite.torch.ps.embedding import PulledRows
 from hvdlite.torch.ps.updater import TorchRows
-from tests.ps.processes import cluster
-from tests.ps.scripts.torch_rows import ROWS, WIDTH, main, train_in_one
-from tests.ps.sites import Site
 
 COUNT = 256  # A table in one process has no elements that PyTorch rounds in another way.
 SPEC = RowsSpec(COUNT, 3, seed=5)
@@ -283,15 +280,3 @@ def test_embeddings_that_share_a_weight_share_their_rows(device: str) -> None:
     padded.weight = whole.weight
     with pytest.raises(ValueError, match="padding_idx is 2 in one and None in the other"):
         ps.set_param_ps(nn.ModuleList([padded, whole]), init_in_server=True)
-
-
-@pytest.mark.parametrize(("name", "servers"), [("sgd", 2), ("sparse_adam", 1)])
-def test_a_recommender_is_bitwise_one_process(site: Site, name: str, servers: int) -> None:
-    with cluster(site, servers, 2, main, name, 12) as job:
-        assert not job.wait("worker0")
-        assert not job.wait_for_all()
-    wanted: dict[str, Tensor] = train_in_one(name, 2, 12)
-    for worker in range(2):
-        found = job.weights(worker)
-        assert found["rows"].shape == (ROWS, WIDTH)
-        assert {key for key in wanted if not torch.equal(found[key], wanted[key])} == set()
