@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Clocks, Mode
+from tests.ps.cluster import Cluster, in_threads, trainers
 
 
 def train(mode: Mode, workers: int, steps: int, choose: random.Random) -> list[tuple[int, int]]:
@@ -50,6 +54,32 @@ def test_staleness_bounds_the_difference(staleness: int) -> None:
         assert seen[-1][0] == 160  # every push is an update
         worst = max(worst, *(difference for _, difference in seen))
     assert worst == staleness + 1
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_workers_are_as_far_apart_as_the_staleness_allows_and_no_further(
+    new_cluster: Callable[..., Cluster], staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, push = [0], Clocks.push
+
+    def noted(self: Clocks, worker: int, clock: int) -> bool:
+        found = push(self, worker, clock)
+        seen.append(max(self.finished.values()) - min(self.finished.values()))
+        return found
+
+    monkeypatch.setattr(Clocks, "push", noted)
+    fast, slow = trainers(new_cluster(2, 2), 2, SSP, staleness)
+    both, limit = threading.Barrier(2), time.monotonic() + 30
+
+    def follow() -> None:
+        both.wait(20)
+        for step in range(12):
+            while fast.table.clock < min(12, step + staleness) and time.monotonic() < limit:
+                time.sleep(0.001)  # The other one goes as far as it may.
+            slow.train(step + 1)
+
+    in_threads(lambda: (both.wait(20), fast.train(12)), follow)
+    assert max(seen) == staleness + 1
 
 
 def test_async_waits_for_nobody() -> None:

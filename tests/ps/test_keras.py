@@ -6,9 +6,8 @@ They are for TensorFlow and, with `KERAS_BACKEND=jax`, for JAX.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,13 @@ from hvdlite.keras import ps  # noqa: E402
 from hvdlite.keras.ps import optimizer as served  # noqa: E402
 from hvdlite.keras.ps.updater import KerasUpdater  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
-from hvdlite.ps.connections.client import Client  # noqa: E402
-from hvdlite.ps.connections.messages import Message  # noqa: E402
 from hvdlite.ps.layouts.blocks import Block  # noqa: E402
 from hvdlite.ps.layouts.layout import Part  # noqa: E402
-from hvdlite.ps.scheduler.registry import Registry  # noqa: E402
 from hvdlite.ps.tables.clocks import SYNC, Mode  # noqa: E402
 from hvdlite.ps.tables.description import TableDescription, describe_table  # noqa: E402
 from hvdlite.ps.tables.saved import SavedTable, join  # noqa: E402
 from hvdlite.ps.tables.table import Saved  # noqa: E402
-from hvdlite.ps.worker.remote_table import RemoteTable  # noqa: E402
-from hvdlite.ps.worker.server_link import ServerLink  # noqa: E402
-from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
+from tests.ps.cluster import Cluster, in_threads  # noqa: E402
 
 New = Callable[[], Any]
 SGD = partial(keras.optimizers.SGD, 0.1, momentum=0.9, nesterov=True)
@@ -43,44 +37,8 @@ ADAM = partial(
 )
 
 
-class KerasServer(RunningServer):
-    """A server that steps with an optimizer of its own."""
-
-    def __init__(self, number: int, folder: Path, new: New) -> None:
-        self.new = new
-        super().__init__(number, folder, range(2))
-
-    def _updater(self, _described: Any) -> Any:
-        return KerasUpdater(self.new())
-
-
-class ThreadWorker:
-    """What `context.worker()` is in the thread of a worker."""
-
-    def __init__(self, number: int, servers: list[KerasServer], registry: Registry) -> None:
-        self.number, self.servers, self.registry = number, servers, registry
-        self.client = Client(b"k%d" % number)
-
-    def begin_optimizer(self) -> None:
-        """Each worker here makes one."""
-
-    def declare(self, name: str, specs: Any, options: Any, values: Any) -> RemoteTable:
-        with LOCK:
-            first_key, parts = self.registry.declare(self.number, name, specs, options)
-        rows = [[part.key, part.start, part.stop, part.server] for part in parts]
-        servers = len(self.servers)
-        body = {"first_key": first_key, "parts": rows, "servers": servers, "layout": 1}
-        links = [ServerLink(self.client, n, lambda: self.number) for n in range(servers)]
-        for link, server in zip(links, self.servers, strict=True):
-            link.follow(server.address)
-        return RemoteTable(
-            Message("layout", 0, name, body=body), specs, options, values, self.client,
-            lambda _: links, self.number, Message("declare", 0, name),
-        )  # fmt: skip
-
-
-LOCK = threading.Lock()
 OF_THREAD = threading.local()
+Job = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
@@ -90,25 +48,19 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    servers: list[KerasServer] = []
+def job(new_cluster: Callable[..., Cluster]) -> Job:
+    """What runs `main(number)` in each worker of a cluster that steps with an optimizer."""
 
-    def run(new: New, main: Callable[[int], None], count: int = 2) -> None:
-        servers.extend(KerasServer(number, tmp_path, new) for number in range(count))
-        registry = Registry(count)
+    def run(new: New, main: Callable[[int], None], servers: int = 2, workers: int = 2) -> None:
+        cluster = new_cluster(servers, workers, updater_of=lambda _: KerasUpdater(new()))
 
-        def body(number: int) -> None:
-            OF_THREAD.worker = worker = ThreadWorker(number, servers, registry)
-            try:
-                main(number)
-            finally:
-                worker.client.close()
+        def enter(number: int) -> None:
+            OF_THREAD.worker = cluster.worker(f"worker {number}", number)
+            main(number)
 
-        in_threads(2, body)
+        in_threads(*[partial(enter, number) for number in range(workers)])
 
-    yield run
-    for server in servers:
-        server.end()
+    return run
 
 
 def new_model(seed: int = 1) -> Any:
@@ -144,7 +96,7 @@ def fitted_in_one(new: New) -> list[Any]:
 
 
 @pytest.mark.parametrize("new", [SGD, ADAM])
-def test_a_compiled_fit_is_that_of_one_process(new: New, job: Any) -> None:
+def test_a_compiled_fit_is_that_of_one_process(new: New, job: Job) -> None:
     def main(number: int) -> None:
         model = new_model()
         model.compile(optimizer=ps.DistributedOptimizer(new()), loss=LOSS)
@@ -160,7 +112,7 @@ def test_a_compiled_fit_is_that_of_one_process(new: New, job: Any) -> None:
 
 
 def test_weights_that_are_loaded_between_fits_are_warned_of(
-    job: Any, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So EarlyStopping does that restores the best ones."""
     told: list[str] = []
@@ -173,18 +125,16 @@ def test_weights_that_are_loaded_between_fits_are_warned_of(
         for _ in range(2):
             model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         assert not told
-        barrier.wait(20)
         model.set_weights([each + 1 for each in model.get_weights()])
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
 
-    barrier = threading.Barrier(2)
-    job(SGD, main)
-    assert len(told) == 2
-    assert all("kernel has changed since the last step" in each for each in told)
+    job(SGD, main, workers=1)
+    (words,) = told
+    assert "kernel has changed since the last step" in words
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_fit_raises_a_rollback_and_goes_on_from_its_step(job: Any, eager: bool) -> None:
+def test_a_fit_raises_a_rollback_and_goes_on_from_its_step(job: Job, eager: bool) -> None:
     """The weights are read anew, and schedules count from there."""
     if eager and BACKEND == "jax":
         pytest.skip("its steps are programs")
@@ -212,7 +162,7 @@ def test_a_fit_raises_a_rollback_and_goes_on_from_its_step(job: Any, eager: bool
         fit()
         assert optimizer.finished_steps == optimizer.iterations == 5
 
-    job(SGD, main, 1)
+    job(SGD, main, 1, workers=1)
 
 
 def gradients_of(model: Any, worker: int, step: int) -> list[Any]:
@@ -256,35 +206,17 @@ def compiled_apply(optimizer: Any) -> Callable[[list[Any], list[Any]], None]:
     return apply
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_loop_of_its_own_is_bitwise_that_of_one_process(job: Any, compiled: bool) -> None:
-    def main(number: int) -> None:
-        model = new_model()
-        optimizer = ps.DistributedOptimizer(SGD())
-        optimizer.build(model.trainable_variables)
-        apply = compiled_apply(optimizer) if compiled else optimizer.apply
-        for step in range(3):
-            apply(gradients_of(model, number, step), model.trainable_variables)
-        assert optimizer.finished_steps == 3
-        for own, value in zip(model.get_weights(), wanted.get_weights(), strict=True):
-            np.testing.assert_array_equal(own, value)
-
-    wanted, optimizer = new_model(), SGD()
-    for step in range(3):
-        both = [gradients_of(wanted, worker, step) for worker in range(2)]
-        means = [(a + b) * np.float32(0.5) for a, b in zip(*both, strict=True)]
-        optimizer.apply(means, wanted.trainable_variables)
-    job(SGD, main)
-
-
 # Of each step: the variables of which each worker has no gradient.
 LACKS: list[tuple[set[int], set[int]]] = [(set(), set()), ({0, 1}, {0, 1}), ({0}, {0, 3})]
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_no_worker_has_a_gradient_of_stays_as_it_is(job: Any, compiled: bool) -> None:
-    """As in Keras, momenta too; where another worker has one, the missing ones are zeros."""
+def test_a_loop_of_its_own_is_bitwise_that_of_one_process(job: Job, compiled: bool) -> None:
+    """What no worker has a gradient of stays as it is, as in Keras, momenta too.
+
+    Where another worker has one, the missing ones are zeros.
+    """
     new = partial(SGD, weight_decay=0.1)
 
     def known(model: Any, worker: int, step: int) -> list[Any]:
@@ -314,7 +246,7 @@ def test_what_no_worker_has_a_gradient_of_stays_as_it_is(job: Any, compiled: boo
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras refuses it there: stateless_apply has all")
-def test_a_layer_that_is_frozen_between_fits_stays_as_it_is(job: Any) -> None:
+def test_a_layer_that_is_frozen_between_fits_stays_as_it_is(job: Job) -> None:
     def main(number: int) -> None:
         model = new_model()
         optimizer = ps.DistributedOptimizer(SGD())
@@ -326,10 +258,10 @@ def test_a_layer_that_is_frozen_between_fits_stays_as_it_is(job: Any) -> None:
         same = [(a == b).all() for a, b in zip(before, model.get_weights(), strict=True)]
         assert same == [True, True, False, False]
 
-    job(SGD, main)
+    job(SGD, main, workers=1)
 
 
-def test_gradients_of_other_weights_are_refused(job: Any) -> None:
+def test_gradients_of_other_weights_are_refused(job: Job) -> None:
     def main(number: int) -> None:
         model = new_model(seed=number + 1)
         optimizer = ps.DistributedOptimizer(SGD())
@@ -392,7 +324,7 @@ SETTINGS: list[tuple[str, Any, str]] = [
 ]
 
 
-def test_settings_that_servers_do_not_hear_of_are_refused(job: Any) -> None:
+def test_settings_that_servers_do_not_hear_of_are_refused(job: Job) -> None:
     """Before the optimizer is built, in the next step, and in the next `fit`, compiled already."""
 
     def main(number: int) -> None:
@@ -413,7 +345,7 @@ def test_settings_that_servers_do_not_hear_of_are_refused(job: Any) -> None:
             fit()
         assert optimizer.finished_steps == 6
 
-    job(SGD, main, 1)
+    job(SGD, main, 1, workers=1)
 
 
 def test_variables_that_are_excluded_from_weight_decay_too_late_are_refused() -> None:
@@ -433,7 +365,7 @@ def test_variables_with_constraints_are_refused() -> None:
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA of JAX calls Python")
-def test_a_step_that_xla_of_tensorflow_compiles_is_refused(job: Any) -> None:
+def test_a_step_that_xla_of_tensorflow_compiles_is_refused(job: Job) -> None:
     import tensorflow as tf
 
     def main(_: int) -> None:
@@ -446,7 +378,7 @@ def test_a_step_that_xla_of_tensorflow_compiles_is_refused(job: Any) -> None:
         tf.function(optimizer.apply)(gradients)
         assert optimizer.finished_steps == 1
 
-    job(SGD, main, 1)
+    job(SGD, main, 1, workers=1)
 
 
 @has_multi_optimizer

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import Registry, TableOptions
-from hvdlite.ps.server import server as server_module
 from hvdlite.ps.tables.clocks import SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowShare, RowsSpec, RowStore, first_rows
 from hvdlite.ps.tables.row_table import AddedRows, RowTable, add_rows, merge_repeated
 from hvdlite.ps.worker.remote_rows import RemoteRows
-from hvdlite.ps.worker.server_link import ServerLink
-from tests.ps.test_training import RunningServer, in_threads
+from tests.ps.cluster import Cluster, in_threads
 
+NewCluster = Callable[..., Cluster]
 SPEC = RowsSpec(50, 3, "float64", seed=7)
 IDS = np.array([1, 2, 5, 7])
 
@@ -55,12 +53,16 @@ def test_first_values_are_spread_as_asked_for() -> None:
         ((3, True), "length of rows is True"),
         ((3, 3, "int32"), "rows of int32"),
         ((3, 3, "float32", 1.5), "seed of rows is 1.5"),
+        ((3, 3, "float32", 2**63), "the seed of rows is"),  # It goes in messages.
         ((3, 3, "float32", 1, "ones"), "initializer is 'ones'"),
+        ((3, 3, "float32", 1, "uniform", -1.0), "the scale of rows is"),
+        ((3, 3, "float32", 1, "uniform", float("nan")), "the scale of rows is"),
     ],
 )
 def test_what_rows_cannot_be(words: Any, wanted: str) -> None:
     with pytest.raises(ValueError, match=wanted):
         RowsSpec(*words)
+    assert RowsSpec(5, 2, seed=-(2**63), scale=0.0).fields
 
 
 def test_a_store_makes_rows_once_and_keeps_what_belongs_to_them() -> None:
@@ -113,7 +115,7 @@ def test_a_server_that_returns_has_the_rows_of_the_step_before() -> None:
     def start(table: RowTable) -> None:
         table.start(b"w", 0, Message("start", body={"worker": 0}), [0])
 
-    def pulled(table: RowTable, clock: int) -> Array:
+    def pulled_from(table: RowTable, clock: int) -> Array:
         (answer,) = table.pull(b"w", 0, Message("pull", clock=clock, payloads=[IDS.tobytes()]))
         return np.frombuffer(answer.message.payloads[0]).reshape(-1, SPEC.length)
 
@@ -124,43 +126,27 @@ def test_a_server_that_returns_has_the_rows_of_the_step_before() -> None:
         payloads = [np.array(ids).tobytes(), rows.tobytes()]
         first.push(b"w", 0, Message("push", clock=step, payloads=payloads))
         saved.append(first.copy())
-        wanted.append(pulled(first, step + 1))
+        wanted.append(pulled_from(first, step + 1))
     table = new_table()
     table.restore(saved[1])
     table.remember(saved[0])
     start(table)
-    np.testing.assert_array_equal(pulled(table, 1), wanted[0])
-    np.testing.assert_array_equal(pulled(table, 2), wanted[1])
+    np.testing.assert_array_equal(pulled_from(table, 1), wanted[0])
+    np.testing.assert_array_equal(pulled_from(table, 2), wanted[1])
 
 
-class RowServer(RunningServer):
-    """A server of rows to which pushes are added."""
+def rows_in(cluster: Cluster, number: int, mode: str = "sync", **words: Any) -> RemoteRows:
+    """Let a worker come with a table of rows, to which pushes are added."""
+    options = TableOptions(mode, average=False, rows=SPEC.fields, **words)
+    spec = TensorSpec("e", "float64", (50, 3))
+    return cluster.worker(f"worker {number}", number).declare_rows(spec, options)
 
-    def _updater(self, described: Any) -> Any:
-        return AddedRows(RowStore(described.name, described.rows.spec))
 
-
-class RowWorker:
-    """A worker with one table of rows."""
-
-    def __init__(
-        self, number: int, servers: list[RowServer], mode: str = "sync", **options_: Any
-    ) -> None:
-        self.client = Client(b"w%d" % number)
-        options = TableOptions(mode, average=False, rows=SPEC.fields, **options_)
-
-        links = [ServerLink(self.client, n, lambda: number) for n in range(len(servers))]
-        for link, server in zip(links, servers, strict=True):
-            link.follow(server.address)
-        answer = Message("layout", 0, "e", body={"servers": len(servers), "layout": 1})
-        spec = TensorSpec("e", "float64", (50, 3))
-        self.rows = RemoteRows(answer, spec, options, self.client, lambda _: links, number, answer)
-
-    def pull(self, ids: Any) -> Array:
-        handle = self.rows.pull(ids)
-        assert handle.ended_within(30)
-        found: Array = handle.wait()
-        return found
+def pulled(rows: RemoteRows, ids: Any) -> Array:
+    handle = rows.pull(ids)
+    assert handle.ended_within(30)
+    found: Array = handle.wait()
+    return found
 
 
 def pushes(step: int, worker: int) -> tuple[Array, Array]:
@@ -182,65 +168,60 @@ def added_in_one(steps: int, workers: int) -> Array:
     return every
 
 
-@pytest.fixture
-def servers(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[RowServer]]:
-    monkeypatch.setattr(server_module, "LOOK_SECONDS", 0.02)
-    count = getattr(request, "param", 2)
-    made = [RowServer(number, tmp_path, range(2)) for number in range(count)]
-    yield made
-    for server in made:
-        server.end()
+@pytest.mark.parametrize("servers", [1, 3])
+def test_sync_rows_are_bitwise_those_of_one_process(new_cluster: NewCluster, servers: int) -> None:
+    kept: list[AddedRows] = []
 
+    def updater_of(described: Any) -> AddedRows:
+        kept.append(AddedRows(RowStore(described.name, described.rows.spec)))
+        return kept[-1]
 
-@pytest.mark.parametrize("servers", [1, 3], indirect=True)
-def test_sync_rows_are_bitwise_those_of_one_process(servers: list[RowServer]) -> None:
+    cluster = new_cluster(servers, 2, updater_of=updater_of)
+
     def main(number: int) -> None:
-        worker = RowWorker(number, servers)
+        rows = rows_in(cluster, number)
         for step in range(10):
             ids = np.array([49, 3, 3, 20 + number])
-            assert worker.pull(ids).tolist() == added_in_one(step, 2)[ids].tolist()
-            worker.rows.push(*pushes(step, number))
-        assert worker.pull(np.arange(50)).tobytes() == added_in_one(10, 2).tobytes()
-        worker.client.close()
+            assert pulled(rows, ids).tolist() == added_in_one(step, 2)[ids].tolist()
+            rows.push(*pushes(step, number))
+        assert pulled(rows, np.arange(50)).tobytes() == added_in_one(10, 2).tobytes()
 
-    in_threads(2, main)
+    in_threads(*[partial(main, number) for number in range(2)])
     # No row was made that nobody has asked for, and none by two servers.
-    kept = [server.server.tables["e"].updater.values()[0] for server in servers]
-    assert [set(ids % len(servers)) for ids in kept] == [{n} for n in range(len(servers))]
+    found = sorted(sorted(set(each.values()[0] % servers)) for each in kept)
+    assert found == [[number] for number in range(servers)]
 
 
-def test_async_rows_do_not_wait(servers: list[RowServer]) -> None:
+def test_async_rows_do_not_wait(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(2, 2)
     both, done = threading.Barrier(2), threading.Event()
 
     def main(number: int) -> None:
-        worker = RowWorker(number, servers, "async")
+        rows = rows_in(cluster, number, "async")
         both.wait(20)
         if number:
             assert done.wait(20)
-        handles = [worker.rows.push([1, 2], np.ones((2, 3))) for _ in range(20)]
-        own = worker.pull([2])  # is answered after the worker's own pushes
+        handles = [rows.push([1, 2], np.ones((2, 3))) for _ in range(20)]
+        own = pulled(rows, [2])  # is answered after the worker's own pushes
         done.set()
         wanted = first_rows(SPEC, "e", np.array([2])) + (20 if not number else 40)
         np.testing.assert_allclose(own, wanted)
         assert all(handle.poll() for handle in handles)
-        worker.client.close()
 
-    in_threads(2, main)
+    in_threads(*[partial(main, number) for number in range(2)])
 
 
-def test_async_rows_are_divided_by_the_workers(servers: list[RowServer]) -> None:
-    worker = RowWorker(0, servers, "async", scale="1/W")  # Of two, that the servers know of.
+def test_async_rows_are_divided_by_the_workers(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(2, 2)
+    rows, _ = in_threads(*[partial(rows_in, cluster, n, "async", scale="1/W") for n in range(2)])
     wanted = first_rows(SPEC, "e", np.array([1, 2]))
-    worker.rows.push([2, 1, 2], np.array([[1.0] * 3, [5.0] * 3, [2.0] * 3])).wait()
+    rows.push([2, 1, 2], np.array([[1.0] * 3, [5.0] * 3, [2.0] * 3])).wait()
     wanted += np.array([[2.5], [1.5]])
-    assert worker.pull([1, 2]).tobytes() == wanted.tobytes()
-    worker.client.close()
+    assert pulled(rows, [1, 2]).tobytes() == wanted.tobytes()
 
 
-def test_wrong_ids_and_rows_are_refused_before_anything_is_sent(servers: list[RowServer]) -> None:
-    worker = RowWorker(0, servers, "async")
+def test_wrong_ids_and_rows_are_refused_before_anything_is_sent(new_cluster: NewCluster) -> None:
+    rows = rows_in(new_cluster(2, 1), 0, "async")
     for ids, error, words in [
         ([1.0], TypeError, "are float64: give integers"),
         ([True], TypeError, "are bool"),
@@ -250,13 +231,12 @@ def test_wrong_ids_and_rows_are_refused_before_anything_is_sent(servers: list[Ro
         ([[1]], ValueError, r"shape \(1, 1\)"),
     ]:
         with pytest.raises(error, match=words):
-            worker.rows.pull(ids)
+            rows.pull(ids)
     with pytest.raises(ValueError, match=r"float32 of shape \(1, 3\), and float64 of shape"):
-        worker.rows.push([1], np.ones((1, 3), np.float32))
+        rows.push([1], np.ones((1, 3), np.float32))
     with pytest.raises(ValueError, match=r"shape \(2, 3\), and float64 of shape \(1, 3\)"):
-        worker.rows.push([1], np.ones((2, 3)))
-    assert worker.pull([]).shape == (0, 3)
-    worker.client.close()
+        rows.push([1], np.ones((2, 3)))
+    assert pulled(rows, []).shape == (0, 3)
 
 
 def test_the_scheduler_places_no_rows() -> None:
@@ -274,12 +254,3 @@ def test_the_scheduler_places_no_rows() -> None:
         0, "t", [TensorSpec("t", "float32", (4,))], TableOptions("sync")
     )
     assert (first_key, len(parts)) == (0, 1)
-
-
-@pytest.mark.parametrize("words", [{"seed": 2**63}, {"scale": -1.0}, {"scale": float("nan")}])
-def test_rows_that_cannot_be_are_refused(words: dict[str, Any]) -> None:
-    """Their words go in messages, which have no room for larger numbers."""
-    (word,) = words
-    with pytest.raises(ValueError, match=f"the {word} of rows is"):
-        RowsSpec(5, 2, **words)
-    assert RowsSpec(5, 2, seed=-(2**63), scale=0.0).fields

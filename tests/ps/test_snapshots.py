@@ -81,20 +81,27 @@ def test_the_newest_two_of_a_table_are_kept(tmp_path: Path) -> None:
     """One that is damaged has another before it; the file that is written is none of them."""
     folder = SnapshotFolder(tmp_path, 0)
     for version in range(5):
-        for table in ("first", "second"):
+        for table in ("a/b", "second"):
             values = [np.full(3, float(version))]
             block = Block("float64", 0, (Part(0, 0, 3, 0),))
             about = describe_table([], [block], Mode(SYNC), average=True)
             saved = Saved(values, {"0.momentum": -values[0]}, version, {0: version}, [])
             whole = SavedTable(TableDescription(table, about), saved)
-            (folder.write if table == "first" else folder.write_soon)(whole)
+            (folder.write if table == "a/b" else folder.write_soon)(whole)
     folder.close()
     found = sorted(path.relative_to(tmp_path / "server-0") for path in tmp_path.rglob("*.*"))
     assert [(path.parts[0], int(path.stem.split("-")[1])) for path in found] == [
-        ("first", 3), ("first", 4), ("second", 3), ("second", 4),
+        ("a%2Fb", 3), ("a%2Fb", 4), ("second", 3), ("second", 4),
     ]  # fmt: skip
     for snapshot in SnapshotFolder(tmp_path, 0).newest():
         saved = snapshot.saved
         assert (saved.version, saved.finished) == (4, {0: 4})
         np.testing.assert_array_equal(saved.values, [[4.0] * 3])
         np.testing.assert_array_equal(saved.state["0.momentum"], [-4.0] * 3)
+    damaged = next(tmp_path.rglob("*-000000000004.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[-3] ^= 1
+    damaged.write_bytes(data)
+    why = r"000004\.safetensors of server 0 cannot be read"
+    with pytest.raises(HorovodInternalError, match=why):
+        SnapshotFolder(tmp_path, 0).newest()
