@@ -31,11 +31,11 @@ FIRST = {
     "a newcomer is rank 0 while an older rank lives": 62,
     "hosts that come back make more ranks than the job may have": 389,
     "a worker starts where another one has not ended": 13,
-    "the link that is cut": 24,
+    "the link that is cut": 391,
     "a rank that has to leave takes the last commit with it": 53,
     "a host is used again while its workers end": 533,
     "an agent starts while the workers of its predecessor end": 78,
-    "a worker is stopped before it has connected": 35,
+    "a worker is stopped before it has connected": 367,
     "a slot is used again that had nothing for a worker": 526,
     "a folder stays on a host that was not reached": 20,
     "what a sync brings is no save": 237,
@@ -45,7 +45,7 @@ FIRST = {
     "the restart of the scheduler amid scaling": 28,
     "the restart of a server amid scaling": 978,
     "a load leaves workers at their steps": 134,
-    "a table is sent before all pushes of its border are here": 321,
+    "a table is sent before all pushes of its border are here": 99,
     "a load is made by who leads it alone": 272,
     "a push that is sent again counts again": 234,
     "rows of the step before are forgotten": 153,
@@ -66,7 +66,7 @@ def test_a_seed_that_fails_is_shrunk_to_what_matters() -> None:
     """A departure is not told to ranks that have joined: two ranks are enough, and a departure."""
     kind = KINDS["ranks"]
     with KNOWN_BUGS["a departure with a join outstanding"]():
-        jobs = (kind.play(kind.make(seed)) for seed in range(MOST_SEEDS))
+        jobs = (kind.play(kind.make(seed)) for seed in (22, *range(MOST_SEEDS)))
         job = next(job for job in jobs if job.broken and job.broken.law == PROGRESS)
         small = shrink(kind, job)
     assert small.broken is not None
