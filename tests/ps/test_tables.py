@@ -152,6 +152,18 @@ def job(count: int) -> dict[bytes, Worker]:
     return {b"w%d" % number: Worker(number, range(count)) for number in range(count)}
 
 
+def start_all(table: Table, workers: Mapping[bytes, Worker]) -> None:
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+
+
+def started(mode: Mode, count: int) -> tuple[Table, dict[bytes, Worker]]:
+    """Return a new table in which so many workers take part."""
+    table, workers = new_table(mode), job(count)
+    start_all(table, workers)
+    return table, workers
+
+
 def run_step(table: Table, workers: Mapping[bytes, Worker], choose: random.Random) -> None:
     """Let all workers push and pull, in a random order, and repeat some messages."""
     order = list(workers.values())
@@ -176,9 +188,7 @@ def begun(mode: Mode, workers: int = 2) -> Table:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_sync_is_bitwise_a_sum_in_rank_order_in_one_process(count: int) -> None:
-    choose, table, workers = random.Random(count), new_table(Mode(SYNC)), job(count)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    choose, (table, workers) = random.Random(count), started(Mode(SYNC), count)
     for _ in range(10):
         run_step(table, workers, choose)
     for worker in workers.values():
@@ -187,9 +197,7 @@ def test_sync_is_bitwise_a_sum_in_rank_order_in_one_process(count: int) -> None:
 
 
 def test_a_late_worker_does_not_change_what_was_answered() -> None:
-    table, workers = new_table(Mode(ASYNC)), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(Mode(ASYNC), 2)
     first, second = workers.values()
     (answer,) = first.pull(table, 0)
     before = bytes(answer.message.payloads[0])
@@ -221,9 +229,7 @@ def test_a_server_that_returns_takes_the_newest_values(
 
     Else it is said that the optimizer's state is older.
     """
-    choose, table, workers = random.Random(seed), new_table(Mode(SYNC)), job(3)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    choose, (table, workers) = random.Random(seed), started(Mode(SYNC), 3)
     for step in range(7):
         if step % every == 0:
             saved = table.copy()
@@ -239,8 +245,7 @@ def test_a_server_that_returns_takes_the_newest_values(
     for worker in workers.values():
         (refused,) = worker.push(table)
         assert (refused.message.kind, refused.message.incarnation) == ("restarted", 2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    start_all(table, workers)
     assert table.version == 7
     assert_same(table.updater.values(), train_in_one(7, range(3)))
     assert_same(list(table.updater.state().values()), list(saved.state.values()))
@@ -272,23 +277,19 @@ def test_a_server_that_returns_has_the_hyperparameters_of_its_workers() -> None:
 def test_a_state_that_nobody_has_kept_begins_anew_and_that_is_said(
     momentum: bool, loads: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table, workers = new_table(Mode(SYNC)), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(Mode(SYNC), 2)
     for _ in range(3):
         run_step(table, workers, random.Random(0))
     table = new_table(Mode(SYNC), incarnation=2)
     table.reached = 3
     if not momentum:
         table.updater = Added()
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    start_all(table, workers)
     assert (table.version, caplog.text) == (3, "")
     if loads:  # With a state of its own.
         saved = table.copy()
         table.take_loaded(saved.values, saved.state, 7, 3, {0: 3, 1: 3}, workers=[0, 1])
-        for worker in workers.values():
-            deliver(table, workers, worker.start(table))
+        start_all(table, workers)
     for _ in range(2):
         run_step(table, workers, random.Random(0))
     text = "from version 3 with the values of worker 0, .* such as momenta, has begun anew"
@@ -297,9 +298,7 @@ def test_a_state_that_nobody_has_kept_begins_anew_and_that_is_said(
 
 
 def test_workers_that_are_ahead_of_all_values_are_told_to_go_back() -> None:
-    table, workers = new_table(Mode(SYNC)), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(Mode(SYNC), 2)
     saved = table.copy()
     for _ in range(3):
         run_step(table, workers, random.Random(0))
@@ -318,9 +317,7 @@ def test_workers_that_are_ahead_of_all_values_are_told_to_go_back() -> None:
 
 @pytest.mark.parametrize("pushed", [False, True])
 def test_a_worker_that_returns_goes_on_at_its_step(pushed: bool) -> None:
-    table, workers = new_table(Mode(SYNC)), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(Mode(SYNC), 2)
     for _ in range(4):
         run_step(table, workers, random.Random(0))
     if pushed:
@@ -336,9 +333,7 @@ def test_a_worker_that_returns_goes_on_at_its_step(pushed: bool) -> None:
 
 def test_a_table_that_has_just_come_serves_its_first_step_again() -> None:
     """Nobody has pulled its version here; another server lacks the push of a lost worker."""
-    before, workers = new_table(Mode(SYNC)), job(2)
-    for worker in workers.values():
-        deliver(before, workers, worker.start(before))
+    before, workers = started(Mode(SYNC), 2)
     for _ in range(2):
         run_step(before, workers, random.Random(0))
     table = new_table(Mode(SYNC))
@@ -356,9 +351,7 @@ def test_a_table_that_has_just_come_serves_its_first_step_again() -> None:
 
 
 def test_workers_that_leave_do_not_hold_the_others_up() -> None:
-    table, workers = new_table(Mode(SYNC)), job(3)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(Mode(SYNC), 3)
     for number in (0, 1):
         deliver(table, workers, workers[b"w%d" % number].push(table))
         deliver(table, workers, workers[b"w%d" % number].pull(table, 1))
@@ -485,9 +478,7 @@ def test_a_new_table_is_begun_by_one_worker_on_a_server_that_was_here_before(mod
 
 
 def test_bounded_staleness_holds_the_fast_one_up() -> None:
-    table, workers = new_table(Mode(SSP, 2)), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(Mode(SSP, 2), 2)
     fast, slow = workers.values()
     for step in range(3):
         fast.step = step
@@ -500,9 +491,7 @@ def test_bounded_staleness_holds_the_fast_one_up() -> None:
 
 @pytest.mark.parametrize("mode", [Mode(ASYNC, None, "1/W"), Mode(SSP, 5, "1/W")])
 def test_each_push_is_divided_by_the_workers_that_take_part(mode: Mode) -> None:
-    table, workers = new_table(mode), job(3)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(mode, 3)
     alone = Momentum()
     alone.begin(values_of(-1, 0))
 
@@ -530,9 +519,7 @@ def test_each_push_is_divided_by_the_workers_that_take_part(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", [Mode(SYNC), Mode(ASYNC)])
 def test_a_push_that_was_sent_before_a_load_is_not_taken_after_it(mode: Mode) -> None:
     """The process that has sent it was lost; one that lives starts again, and sends it again."""
-    table, workers = new_table(mode), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(mode, 2)
     first, second = workers.values()
     assert [each.message.kind for each in first.push(table)] == ["pushed"]
     first.step = 1
@@ -562,9 +549,7 @@ def test_a_push_that_was_sent_before_a_load_is_not_taken_after_it(mode: Mode) ->
 
 def test_in_async_the_hyperparameters_that_came_last_count() -> None:
     """For the pushes of all workers, whoever has sent them."""
-    table, workers = new_table(Mode(ASYNC)), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(Mode(ASYNC), 2)
     alone = Momentum()
     alone.begin(values_of(-1, 0))
     first, second = workers.values()
@@ -581,9 +566,7 @@ def test_in_async_the_hyperparameters_that_came_last_count() -> None:
 
 
 def test_an_overflow_of_one_skips_the_step_of_all() -> None:
-    table, workers = new_table(Mode(SYNC)), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(Mode(SYNC), 2)
     deliver(table, workers, workers[b"w0"].push(table))
     skip = Message("push", clock=0, body={"skip": True})
     deliver(table, workers, workers[b"w1"].send(table, skip))
@@ -606,8 +589,7 @@ def test_tensors_that_no_push_of_an_update_has_are_left_out(mode: Mode) -> None:
     updater = Leaver()
     described = TableDescription("t", describe_table(SPECS, blocks(), mode, average=True))
     table, workers = Table(described, updater, incarnation=1), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    start_all(table, workers)
     for absent in (([1], [0, 1]), ([0], [1]), ([], [0])):
         for worker, own in zip(workers.values(), absent, strict=True):
             for _ in range(2):  # It comes again, and does not count again.
@@ -623,9 +605,7 @@ def test_tensors_that_no_push_of_an_update_has_are_left_out(mode: Mode) -> None:
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_a_gradient_that_is_not_finite_is_passed_on(mode: Mode, wrong: float) -> None:
     """Only the elements that it is about, and only by the worker that has it."""
-    table, workers = new_table(mode), job(2)
-    for worker in workers.values():
-        deliver(table, workers, worker.start(table))
+    table, workers = started(mode, 2)
     for number, worker in enumerate(workers.values()):
         gradient = [np.ones(5, np.float32), np.ones(6, ml_dtypes.bfloat16)]
         for array in gradient:
