@@ -16,12 +16,7 @@ from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.engine import engine, tree_links
 from hvdlite.common.engine.inbox import WAKING_BYTES
 from hvdlite.common.settings.config import Config
-from tests.simulation.ranks.programs import (
-    Kill,
-    Program,
-    Retuning,
-    Trouble,
-)
+from tests.simulation.ranks.programs import Kill, Program, Retuning, Trouble
 from tests.simulation.ranks.rank import EngineThread, Rank
 from tests.simulation.ranks.script import ENDS, ORDER, PATIENCE_SECONDS, PROGRESS
 from tests.simulation.ranks.transport import SILENCE_SECONDS, Network

@@ -16,13 +16,7 @@ from functools import partial
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import Tree
-from hvdlite.common.transport.base import (
-    CHECK_SECONDS,
-    Array,
-    Incoming,
-    Pending,
-    connection_lost,
-)
+from hvdlite.common.transport.base import CHECK_SECONDS, Array, Incoming, Pending, connection_lost
 from hvdlite.common.transport.inprocess import (
     ARRAYS,
     MESSAGES,
