@@ -158,6 +158,9 @@ class Cluster:
                 traceback.print_exception(loop.error)
 
 
+NewCluster = Callable[..., Cluster]  # What the fixture `new_cluster` is.
+
+
 class Trainer:
     """A worker that trains a table of three tensors on gradients that numpy draws."""
 

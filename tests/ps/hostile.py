@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -179,6 +180,7 @@ def attack(cluster: Cluster, connections: int, messages: int, seed: int) -> None
     def train() -> None:
         while not ended.is_set():
             trainer.train(trainer.table.clock + 1)
+            time.sleep(0.002)
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()

@@ -22,7 +22,7 @@ from hvdlite.ps.tables.clocks import ASYNC, SYNC
 from hvdlite.ps.tables.updater import Added
 from tests.ps.cluster import (
     SIZES,
-    Cluster,
+    NewCluster,
     Trainer,
     bits,
     gradients_of,
@@ -34,7 +34,6 @@ from tests.ps.cluster import (
 from tests.ps.test_scaling import Adam
 from tests.ps.test_tables import Momentum
 
-NewCluster = Callable[..., Cluster]
 OF_THREAD = threading.local()
 BOTH = (0, 1)
 
@@ -73,8 +72,7 @@ def saved(new_cluster: NewCluster, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("updater", [Momentum, Adam])
-@pytest.mark.parametrize("servers", [3, 2, 1])
+@pytest.mark.parametrize(("servers", "updater"), [(3, Adam), (2, Momentum), (1, Adam)])
 def test_training_goes_on_with_other_servers(
     new_cluster: NewCluster, tmp_path: Path, servers: int, updater: Any
 ) -> None:
@@ -336,8 +334,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_torch_thread")
-@pytest.mark.parametrize("kind", ["sgd", "adam", "norms"])
-@pytest.mark.parametrize("servers", [3, 1])
+@pytest.mark.parametrize(("servers", "kind"), [(3, "adam"), (3, "norms"), (1, "adam"), (1, "sgd")])
 def test_optimizers_of_torch_go_on(
     new_cluster: NewCluster, tmp_path: Path, servers: int, kind: str
 ) -> None:

@@ -21,9 +21,7 @@ from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import SERVER, Message
 from hvdlite.ps.worker.ordered_operations import OrderedOperations
 from tests.descriptors import no_free_descriptor
-from tests.ps.cluster import Cluster, trainers, wait_until
-
-NewCluster = Callable[..., Cluster]
+from tests.ps.cluster import NewCluster, trainers, wait_until
 
 
 def test_an_error_in_the_thread_fails_all_that_waits_and_all_that_comes(

@@ -2,18 +2,98 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.base.errors import (
+    ConfigError,
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+)
+from hvdlite.common.connections import prove
+from hvdlite.common.connections.address import Address
+from hvdlite.common.connections.prove import Challenge, Claim, Party, Software
+from hvdlite.common.requests.messages import PROTOCOL_VERSION
+from hvdlite.numpy import ps
+from hvdlite.ps import context
 from hvdlite.ps.cli import main as cli
+from hvdlite.ps.cluster.settings import ClusterSettings, address_towards, read_settings
+from hvdlite.ps.connections import client as client_module
+from hvdlite.ps.connections.channel import MEMBER, Caller, Listener
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.connection import Connection
+from hvdlite.ps.connections.messages import SERVER, Message
+from hvdlite.ps.server.server import Server
+from hvdlite.ps.tables.updater import Added
+from hvdlite.ps.worker.server_link import ServerLink
+from hvdlite.ps.worker.worker import Worker
 from tests.parallel.jobs import environment
-from tests.ps.cluster import Cluster, wait_until
+from tests.ps.cluster import Loop, NewCluster, train_in_one, trainers, wait_until
+from tests.ps.cluster import bits as bits_of
+from tests.ps.hostile import begin
 from tests.ps.sites import held_port
+
+OWN = {
+    "HVDLITE_ROLE": "server", "HVDLITE_SCHEDULER": "node1:4242", "HVDLITE_NUM_SERVERS": "2",
+    "HVDLITE_NUM_WORKERS": "4", "HVDLITE_NODE_ID": "s1", "HVDLITE_PS_TOKEN": "secret",
+}  # fmt: skip
+MINDSPORE = {
+    "MS_ROLE": "MS_PSERVER", "MS_SCHED_HOST": "node1", "MS_SCHED_PORT": "4242",
+    "MS_SERVER_NUM": "2", "MS_WORKER_NUM": "4", "MS_NODE_ID": "s1",
+}  # fmt: skip
+PS_LITE = {
+    "DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": "node1", "DMLC_PS_ROOT_PORT": "4242",
+    "DMLC_NUM_SERVER": "2", "DMLC_NUM_WORKER": "4",
+}  # fmt: skip
+
+
+def test_all_names_mean_the_same() -> None:
+    own = read_settings(OWN)
+    assert own == ClusterSettings("server", "node1:4242", 2, 4, "s1", b"secret", True)
+    assert read_settings({**MINDSPORE, "HVDLITE_PS_TOKEN": "secret"}) == own
+    assert read_settings({**PS_LITE, **OWN}) == own
+    found = read_settings(PS_LITE)
+    assert found is not None and found.scheduler == "node1:4242"
+
+
+def test_a_process_without_a_role_is_in_no_cluster() -> None:
+    assert read_settings({"MS_SCHED_HOST": "node1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"HVDLITE_ROLE": "boss"}, "HVDLITE_ROLE=boss: give scheduler, server or worker"),
+        ({"HVDLITE_NUM_SERVERS": "0"}, "HVDLITE_NUM_SERVERS=0: give how many"),
+        ({"HVDLITE_NUM_WORKERS": "two"}, "HVDLITE_NUM_WORKERS=two"),
+        ({"HVDLITE_NUM_WORKERS": ""}, "HVDLITE_NUM_WORKERS=: give how many"),
+        ({"HVDLITE_SCHEDULER": "node1:70000"}, "HVDLITE_SCHEDULER=node1:70000: .* 1 to 65535"),
+        ({"HVDLITE_SCHEDULER": ""}, "HVDLITE_SCHEDULER=: give the scheduler's host"),
+        ({"HVDLITE_SCHEDULER": "node1"}, "HVDLITE_SCHEDULER=node1: give the scheduler's host"),
+        ({"HVDLITE_SCHEDULER": "", "MS_SCHED_HOST": "n", "MS_SCHED_PORT": "0"}, "MS_SCHED_PORT=0"),
+    ],
+)
+def test_what_cannot_be_is_named(changes: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_settings(OWN | changes)
+
+
+def test_the_address_of_this_host_depends_on_the_way() -> None:
+    assert address_towards("127.0.0.1:80") == "127.0.0.1"
+    assert address_towards("[::1]:80") == "[::1]"
+
+
+# -- the start of processes
+
 
 WORKER = """
 import hvdlite.numpy as hvd
@@ -75,7 +155,7 @@ def test_hvdlite_ps_names_what_is_missing(
     assert capsys.readouterr().err == said
 
 
-def test_who_has_not_come_is_named(new_cluster: Callable[..., Cluster]) -> None:
+def test_who_has_not_come_is_named(new_cluster: NewCluster) -> None:
     cluster = new_cluster(1, 3, start_seconds=1000.0)
     membership = cluster.state.membership
     wanted = r"workers 1, 2 had not come after 1000 seconds \(--start-timeout\)"
@@ -87,8 +167,134 @@ def test_who_has_not_come_is_named(new_cluster: Callable[..., Cluster]) -> None:
             first.result(30)
 
 
-def test_counts_that_differ_are_both_named(new_cluster: Callable[..., Cluster]) -> None:
+# -- two versions of hvdlite in one cluster: they hear of each other at once
+
+
+OTHER = Software(PROTOCOL_VERSION + 1, "9.9")
+SAYS = r"another rank runs 9\.9 \(protocol|9\.9 \(protocol .* is installed here"
+
+
+@contextmanager
+def other_version() -> Iterator[str]:
+    """Yield the address of a process of another version, which refuses one claim."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(20)
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(Challenge(OTHER, prove.new_nonce()).pack())
+                connection.recv(prove.PROVEN_CLAIM_BYTES, socket.MSG_WAITALL)
+                connection.sendall(prove.refusal(prove.OTHER_PROTOCOL, "it is another version"))
+                connection.settimeout(20)
+                connection.recv(1)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(20)
+
+
+def test_a_process_of_another_version_reads_ours_and_is_refused(new_cluster: NewCluster) -> None:
     cluster = new_cluster(1, 1)
-    cluster.worker("the only one")
-    with pytest.raises(ConfigError, match="cluster has 1 servers, and this worker was told of 2"):
-        cluster.worker("late", num_servers=2)
+    (trainer,) = trainers(cluster, 1)
+    with begin(cluster.settings.scheduler) as stranger:
+        data = stranger.recv(prove.CHALLENGE.size, socket.MSG_WAITALL)
+        challenge = Challenge.unpack(data)
+        assert challenge.software == prove.OURS
+        claim = Claim.new(Party(b"", MEMBER, "ps scheduler"), b"worker 9")
+        stranger.sendall(prove.prove_claim(b"a secret", challenge, claim._replace(software=OTHER)))
+        code, length = prove.REPLY.unpack(stranger.recv(prove.REPLY.size, socket.MSG_WAITALL))
+        assert code == prove.OTHER_PROTOCOL
+        assert b"runs hvdlite 9.9" in stranger.recv(length, socket.MSG_WAITALL)
+    trainer.train(5)
+    assert bits_of(trainer.values) == train_in_one(5, lambda _step: [0])
+
+
+def test_a_worker_of_another_version_than_the_scheduler_is_told(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1)
+    trainers(cluster, 1)
+    with other_version() as address, pytest.raises(HorovodVersionMismatchError, match=SAYS):
+        Worker(replace(cluster.settings, node_id="a", scheduler=address))
+
+
+def test_a_refusal_is_heard_however_soon_it_comes(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come before the thread that connects goes on."""
+
+    class Late(Connection):
+        def __init__(self, caller: Caller, now: Callable[[], float]) -> None:
+            wait_until(lambda: bool(caller.trouble))
+            super().__init__(caller, now)
+
+    cluster = new_cluster(1, 1)
+    trainers(cluster, 1)
+    monkeypatch.setattr(client_module, "Connection", Late)
+    with other_version() as address, pytest.raises(HorovodVersionMismatchError, match=SAYS):
+        Worker(replace(cluster.settings, node_id="a", scheduler=address, start_seconds=0.5))
+
+
+# -- what a worker hears of a server that does not let it in, and of names that it does not know
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    made = Client(b"worker 0", b"the right one")
+    yield made
+    made.close()
+
+
+def linked(client: Client, address: str) -> ServerLink:
+    link = ServerLink(client, 0, lambda: 0)
+    client.call(lambda: link.follow(address))
+    return link
+
+
+def asked(client: Client, link: ServerLink) -> Message:
+    """Return what a server answers to a request; raise what it refuses with."""
+    handle = client.ask(lambda done: link.ask(Message("save"), done))
+    assert handle.ended_within(20)
+    answer: Message = handle.wait()
+    return answer
+
+
+def test_a_server_of_another_version_is_named(client: Client) -> None:
+    """Whether it has refused this process before it is asked, or after that."""
+    with other_version() as address:
+        link = linked(client, address)
+        for _ in range(2):
+            with pytest.raises(HorovodVersionMismatchError, match=SAYS):
+                asked(client, link)
+
+
+def test_a_server_with_another_token_is_named(client: Client) -> None:
+    def body(ended: Callable[[], bool]) -> None:
+        listener = Listener(Address("127.0.0.1"), SERVER, b"another")
+        addresses.append(listener.address)
+        ready.set()
+        Server(listener, lambda _: Added(), incarnation=1, workers=[0]).serve(ended)
+        listener.close()
+
+    addresses: list[str] = []
+    ready = threading.Event()
+    server = Loop(body)
+    try:
+        assert ready.wait(20)
+        with pytest.raises(ConfigError, match="server 0 says: HVDLITE_PS_TOKEN is another one"):
+            asked(client, linked(client, addresses[0]))
+    finally:
+        server.end()
+
+
+def test_a_name_that_nobody_has_begun_is_named(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster(1, 1)
+    worker = cluster.worker("worker 0")
+    held = context.Context(cluster.settings, worker)
+    monkeypatch.setattr(context._Held, "context", held)
+    with pytest.raises(HorovodInternalError, match="no worker has begun 'weights': push it"):
+        ps.pull("weights")
+    ps.push("weights", np.ones(2))
+    assert ps.pull("weights").shape == (2,)

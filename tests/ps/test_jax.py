@@ -25,7 +25,12 @@ from hvdlite.ps.layouts.blocks import Block  # noqa: E402
 from hvdlite.ps.layouts.layout import Part  # noqa: E402
 from hvdlite.ps.tables.clocks import SYNC, Mode  # noqa: E402
 from hvdlite.ps.tables.description import TableDescription, describe_table  # noqa: E402
-from tests.ps.cluster import Cluster, in_threads, wait_until  # noqa: E402
+from tests.ps.cluster import (  # noqa: E402
+    Cluster,
+    NewCluster,
+    in_threads,
+    wait_until,
+)
 from tests.ps.processes import cluster  # noqa: E402
 from tests.ps.scripts.jax_steps import (  # noqa: E402
     STEPS,
@@ -41,7 +46,7 @@ Job = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def job(new_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Job:
+def job(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> Job:
     """What runs `body(number, cluster)` in each worker of a cluster, and returns the results."""
     own = threading.local()
     monkeypatch.setattr(context, "role", lambda: "worker")

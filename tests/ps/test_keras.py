@@ -27,7 +27,10 @@ from hvdlite.ps.tables.clocks import SYNC, Mode  # noqa: E402
 from hvdlite.ps.tables.description import TableDescription, describe_table  # noqa: E402
 from hvdlite.ps.tables.saved import SavedTable, join  # noqa: E402
 from hvdlite.ps.tables.table import Saved  # noqa: E402
-from tests.ps.cluster import Cluster, in_threads  # noqa: E402
+from tests.ps.cluster import (  # noqa: E402
+    NewCluster,
+    in_threads,
+)
 
 New = Callable[[], Any]
 SGD = partial(keras.optimizers.SGD, 0.1, momentum=0.9, nesterov=True)
@@ -48,7 +51,7 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job(new_cluster: Callable[..., Cluster]) -> Job:
+def job(new_cluster: NewCluster) -> Job:
     """What runs `main(number)` in each worker of a cluster that steps with an optimizer."""
 
     def run(new: New, main: Callable[[int], None], servers: int = 2, workers: int = 2) -> None:

@@ -21,6 +21,7 @@ from hvdlite.ps.tables.table import SKIP
 from hvdlite.ps.worker.shard import Shard
 from tests.ps.cluster import (
     Cluster,
+    NewCluster,
     Trainer,
     bits,
     gradients_of,
@@ -252,7 +253,7 @@ def on_both(pair: Sequence[Trainer], main: Callable[[Trainer], None]) -> None:
 
 
 def test_pushes_follow_their_pieces(
-    new_cluster: Callable[..., Cluster], sent: list[tuple[str, int, bool]]
+    new_cluster: NewCluster, sent: list[tuple[str, int, bool]]
 ) -> None:
     cluster = new_cluster(2, 1)
     (trainer,) = trainers(cluster, 1)
@@ -267,7 +268,7 @@ def test_pushes_follow_their_pieces(
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_servers_come_and_go_in_the_middle_of_backward(
-    new_cluster: Callable[..., Cluster], sent: list[tuple[str, int, bool]], servers: int
+    new_cluster: NewCluster, sent: list[tuple[str, int, bool]], servers: int
 ) -> None:
     cluster = new_cluster(servers, 2)
     pair = first, second = trainers(cluster, 2)
@@ -292,7 +293,7 @@ def test_servers_come_and_go_in_the_middle_of_backward(
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_a_server_is_lost_in_the_middle_of_backward(
-    new_cluster: Callable[..., Cluster], sent: list[tuple[str, int, bool]], returns: bool
+    new_cluster: NewCluster, sent: list[tuple[str, int, bool]], returns: bool
 ) -> None:
     """It may be back before the other pieces come, or not yet."""
     cluster = new_cluster(2, 2, every=1)
@@ -320,7 +321,7 @@ def test_a_server_is_lost_in_the_middle_of_backward(
 
 
 def test_a_server_that_is_lost_for_good_in_the_middle_of_backward_is_named(
-    new_cluster: Callable[..., Cluster], sent: list[tuple[str, int, bool]]
+    new_cluster: NewCluster, sent: list[tuple[str, int, bool]]
 ) -> None:
     cluster = new_cluster(2, 1, server_seconds=0.3)
     (trainer,) = trainers(cluster, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import hvdlite.tf.ps  # noqa: E402
 import hvdlite.torch.ps  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
 from hvdlite.ps.context import raw_updater  # noqa: E402
-from tests.ps.cluster import Cluster  # noqa: E402
+from tests.ps.cluster import NewCluster  # noqa: E402
 
 # The module, what makes its tensors of arrays, and the class of what it returns.
 FRAMEWORKS = {
@@ -37,7 +36,7 @@ FRAMEWORKS = {
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_tensors_and_rows_are_pushed_and_pulled(
-    new_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, name: str
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     ps, tensor, kind = FRAMEWORKS[name]
     cluster = new_cluster(2, 1, updater_of=raw_updater)

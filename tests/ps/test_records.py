@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hvdlite.ps.connections.records import Records, path_of_process
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
 from hvdlite.ps.tables.table import Table
 from hvdlite.tools.timeline_reader import check
-from tests.ps.cluster import SIZES, Cluster, trainers
+from tests.ps.cluster import SIZES, NewCluster, trainers
 from tests.ps.test_tables import begun, payloads, values_of
 
 
@@ -62,7 +61,7 @@ def test_nothing_is_stale_in_sync() -> None:
             assert answer.message.body["stale"] == 0
 
 
-def test_a_worker_counts_for_the_live_view(new_cluster: Callable[..., Cluster]) -> None:
+def test_a_worker_counts_for_the_live_view(new_cluster: NewCluster) -> None:
     first, second = trainers(new_cluster(servers=1, workers=2), 2, ASYNC)
     counts = first.worker._client.records.counts
     assert counts() == {"server_requests": 0, "staleness": 0}

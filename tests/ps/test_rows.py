@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,8 @@ from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowShare, RowsSpec, RowStore, first_rows
 from hvdlite.ps.tables.row_table import AddedRows, RowTable, add_rows, merge_repeated
 from hvdlite.ps.worker.remote_rows import RemoteRows
-from tests.ps.cluster import Cluster, in_threads
+from tests.ps.cluster import Cluster, NewCluster, in_threads
 
-NewCluster = Callable[..., Cluster]
 SPEC = RowsSpec(50, 3, "float64", seed=7)
 IDS = np.array([1, 2, 5, 7])
 

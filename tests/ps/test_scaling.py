@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +21,7 @@ from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.tables.row_store import RowsSpec
 from tests.ps.cluster import (
     Cluster,
+    NewCluster,
     Trainer,
     bits,
     in_threads,
@@ -28,8 +29,6 @@ from tests.ps.cluster import (
     trainers,
     wait_until,
 )
-
-NewCluster = Callable[..., Cluster]
 
 
 class Adam:
@@ -118,22 +117,26 @@ def test_a_server_comes_while_workers_are_at_different_steps(
     """Nothing is applied twice and nothing is lost: the updates only add."""
     cluster = new_cluster(1, 2, updater=Added)
     first, second = trainers(cluster, 2, mode, staleness)
+    scaled, ended = threading.Event(), threading.Event()
 
     def scale() -> None:
         wait_until(lambda: first.table.clock > 10)
         cluster.servers.append(cluster.start_server(1, joins=True))
+        wait_until(lambda: is_even(cluster, 2))
+        scaled.set()
 
-    def train(trainer: Trainer, seconds: float) -> None:
-        while trainer.table.clock < 300:
+    def train(trainer: Trainer, seconds: float, end: threading.Event) -> None:
+        while not end.is_set():
             trainer.push_ones()
             trainer.table.pull(trainer.values)
             time.sleep(seconds)
+        ended.set()  # Until now, it may have waited for the other one.
 
-    in_threads(scale, lambda: train(first, 0.0), lambda: train(second, 0.001))
-    wait_until(lambda: is_even(cluster, 2))
+    in_threads(scale, lambda: train(first, 0.001, scaled), lambda: train(second, 0.003, ended))
     first.table.pull(first.values)
+    steps = first.table.clock + second.table.clock
     for array in first.values:
-        assert (array - np.arange(array.size) == 600).all()
+        assert (array - np.arange(array.size) == steps).all()
 
 
 class Added(Adam):
@@ -144,9 +147,7 @@ class Added(Adam):
             self.arrays[number] += gradient
 
 
-def test_a_server_killed_while_others_move_begins_the_change_again(
-    new_cluster: NewCluster,
-) -> None:
+def test_a_server_killed_while_others_move_begins_the_change_again(new_cluster: NewCluster) -> None:
     cluster = new_cluster(2, 2, every=1)
     first, second = trainers(cluster, 2)
     in_threads(lambda: first.train(5), lambda: second.train(5))
@@ -298,7 +299,7 @@ def test_a_worker_joins_and_takes_part(new_cluster: NewCluster, mode: str) -> No
     end: list[int] = []
 
     def join() -> Trainer:
-        wait_until(lambda: pair[0].table.clock >= 50)
+        wait_until(lambda: pair[0].table.clock >= 20)
         third = Trainer(cluster.worker("worker 2", joins=True), mode)
         begin = third.table.clock
         third.train(begin + 3)
@@ -310,7 +311,7 @@ def test_a_worker_joins_and_takes_part(new_cluster: NewCluster, mode: str) -> No
     assert third.worker.number == 2
     if mode == SYNC:
         begin = third.table.clock - 3
-        assert begin >= 50
+        assert begin >= 20
         wanted = train_in_one(end[0], lambda s: [0, 1, 2] if begin <= s < begin + 3 else [0, 1])
         assert [bits(trainer.values) for trainer in pair] == [wanted] * 2
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -30,7 +31,7 @@ from tests.ps.digits import (  # noqa: E402
     train_in_one,
 )  # fmt: skip
 from tests.ps.processes import Cluster, cluster  # noqa: E402
-from tests.ps.scripts import raw, raw_pushes, torch_mixed, torch_rows  # noqa: E402
+from tests.ps.scripts import keras_fit, raw, raw_pushes, torch_mixed, torch_rows  # noqa: E402
 from tests.ps.scripts.torch_digits import main, main_in_parts, main_with_schedule  # noqa: E402
 from tests.ps.sites import Site  # noqa: E402
 from tests.ps.soak.__main__ import LIMIT_SECONDS, run  # noqa: E402
@@ -195,6 +196,18 @@ def test_a_recommender_is_bitwise_one_process(site: Site, name: str, servers: in
         found = job.weights(worker)
         assert found["rows"].shape == (torch_rows.ROWS, torch_rows.WIDTH)
         assert same(found, wanted)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.jax)])
+def test_a_fit_of_keras_is_that_of_one_process(site: Site, backend: str) -> None:
+    """Workers compare with one process themselves."""
+    pytest.importorskip("keras")
+    pytest.importorskip(backend)
+    variables = {"KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    with cluster(site, 2, 2, keras_fit.main, **variables) as job:
+        assert not job.wait_for_all()
+    one, other = (np.load(site.folder / f"worker{number}.npz") for number in range(2))
+    assert all((one[name] == other[name]).all() for name in one.files) and len(one.files) == 4
 
 
 def test_workers_push_and_pull_by_names(site: Site) -> None:

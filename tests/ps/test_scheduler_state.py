@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +26,8 @@ from hvdlite.ps.scheduler.scheduler import Scheduler
 from hvdlite.ps.scheduler.state_file import StateFile
 from hvdlite.ps.tables.clocks import ASYNC
 from hvdlite.ps.tables.updater import Added
-from tests.ps.cluster import SIZES, SPECS, Cluster, in_threads
+from tests.ps.cluster import SIZES, SPECS, NewCluster, in_threads
 
-NewCluster = Callable[..., Cluster]
 OPTIONS = TableOptions(ASYNC)
 
 
@@ -129,10 +127,10 @@ def test_many_tensors_that_are_started_at_once_are_written_together(
     monkeypatch.setattr(context, "role", lambda: "worker")
     ps.start("one", np.ones(3))
     written = Written(monkeypatch)
-    ps.start({"one": np.zeros(3), **{str(n): np.full(5, float(n)) for n in range(300)}})
-    assert written.appends <= 100  # The machine decides how many come together.
+    ps.start({"one": np.zeros(3), **{str(n): np.full(5, float(n)) for n in range(100)}})
+    assert written.appends <= 50  # The machine decides how many come together.
     assert ps.pull("one").tolist() == [1.0] * 3
-    for number in (0, 7, 299):
+    for number in (0, 7, 99):
         ps.push(str(number), np.ones(5))
         assert ps.pull(str(number)).tolist() == [number + 1.0] * 5
     with pytest.raises(ValueError, match="datetime64"):

@@ -117,8 +117,7 @@ def test_what_was_lent_stays_where_the_answer_that_lets_it_go_is_lost(
 
 
 @pytest.mark.parametrize(
-    "note",
-    [[1, 0, [], [[0, 1 << 40]]], [1, 0, [], [None]], [1], [1, 0, [], [["a", 2]]]],
+    "note", [[1, 0, [], [[0, 1 << 40]]], [1, 0, [], [None]], [1], [1, 0, [], [["a", 2]]]]
 )
 def test_places_that_are_none_are_refused(
     pair: tuple[SharedMemory, Sharing, Sharing], note: list[Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,8 @@ from hvdlite.ps.tables.clocks import SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.saved import SavedTable, join
 from hvdlite.ps.tables.table import Saved
-from tests.ps.cluster import Cluster, train_in_one, trainers
+from tests.ps.cluster import NewCluster, train_in_one, trainers
 from tests.ps.cluster import bits as bits_of
-
-NewCluster = Callable[..., Cluster]
 
 
 def test_snapshots_of_another_job_do_not_become_first_weights(new_cluster: NewCluster) -> None:
@@ -105,3 +102,11 @@ def test_the_newest_two_of_a_table_are_kept(tmp_path: Path) -> None:
     why = r"000004\.safetensors of server 0 cannot be read"
     with pytest.raises(HorovodInternalError, match=why):
         SnapshotFolder(tmp_path, 0).newest()
+
+
+def test_what_a_killed_server_has_not_finished_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "server-0" / "t"
+    folder.mkdir(parents=True)
+    (folder / "000001-000000000007.unfinished").write_bytes(b"half")
+    assert SnapshotFolder(tmp_path, 0).newest() == []
+    assert list(folder.iterdir()) == []

@@ -10,11 +10,10 @@ import pytest
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.listener import MOST_STRANGERS
 from hvdlite.ps.connections import channel
-from tests.ps.cluster import Cluster, bits, train_in_one, trainers
+from tests.ps.cluster import Cluster, NewCluster, bits, train_in_one, trainers
 from tests.ps.hostile import attack, begin, claim_with, rogues
 from tests.ps.test_door import address_of, address_of_scheduler, peer_of
 
-NewCluster = Callable[..., Cluster]
 WHERE = [lambda cluster: address_of(cluster, 0), address_of_scheduler]
 ENDLESS = 64 << 20
 

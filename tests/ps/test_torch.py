@@ -25,7 +25,7 @@ from hvdlite.torch import ps  # noqa: E402
 from hvdlite.torch.ps.arrays import Target, flat_array_of  # noqa: E402
 from hvdlite.torch.ps.pushing_optimizer import FEW, SMALL_BYTES, Gradients  # noqa: E402
 from hvdlite.torch.ps.updater import TorchRows, TorchUpdater  # noqa: E402
-from tests.ps.cluster import LIMIT_SECONDS, Cluster  # noqa: E402
+from tests.ps.cluster import LIMIT_SECONDS, NewCluster  # noqa: E402
 from tests.ps.digits import OPTIMIZERS  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
@@ -33,7 +33,7 @@ Trains = Callable[[float], tuple[Any, Any, Any]]
 
 
 @pytest.fixture
-def settings(new_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Any:
+def settings(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The settings of this process, which is the only worker of a cluster."""
 
     def updater_of(described: TableDescription) -> Updater:

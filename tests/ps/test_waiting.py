@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -11,15 +11,24 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.scheduler.registry import TableOptions
-from hvdlite.ps.tables.clocks import ASYNC
+from hvdlite.ps.tables.clocks import ASYNC, SYNC
 from hvdlite.ps.tables.updater import Added
 from hvdlite.ps.worker.remote_table import RemoteTable
 from hvdlite.ps.worker.shard import PsRolledBack, Shard
 from hvdlite.ps.worker.worker import Worker
-from tests.ps.cluster import SIZES, SPECS, Cluster, in_threads, trainers, wait_until
-
-NewCluster = Callable[..., Cluster]
+from tests.ps.cluster import (
+    LIMIT_SECONDS,
+    SIZES,
+    SPECS,
+    Cluster,
+    Loop,
+    NewCluster,
+    in_threads,
+    trainers,
+    wait_until,
+)
 
 
 def workers(cluster: Cluster, count: int) -> list[Worker]:
@@ -242,3 +251,113 @@ def _target(link: Path) -> str:
         return str(link.readlink())
     except OSError:
         return ""
+
+
+# -- barriers, at which a worker is lost, or misses the end
+
+
+def two_workers(cluster: Cluster) -> list[Worker]:
+    return in_threads(*[lambda n=n: cluster.worker(f"worker {n}", n) for n in range(2)])
+
+
+def test_a_successor_has_to_come_to_the_barrier_itself(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 2)
+    first, second = two_workers(cluster)
+    waiting = Loop(lambda _ended: first.barrier())
+    wait_until(lambda: bool(cluster.state.barrier.waiting))
+    first.close()
+    waiting.wait()
+    assert "its connections are closed" in str(waiting.error)
+    successor = cluster.worker("worker 0", 0)
+    waiter = threading.Thread(target=second.barrier, daemon=True)
+    waiter.start()
+    wait_until(lambda: 1 in cluster.state.barrier.waiting)
+    assert waiter.is_alive()
+    successor.barrier()
+    waiter.join(LIMIT_SECONDS)
+    assert not waiter.is_alive()
+
+
+def test_a_worker_that_missed_the_end_is_not_one_barrier_behind(new_cluster: NewCluster) -> None:
+    """The scheduler dies with its answer to one worker; the other one has gone on."""
+    cluster = new_cluster(1, 2)
+    first, second = two_workers(cluster)
+    listener = cluster.state.listener
+    send, numbers = listener.send, cluster.state.membership
+
+    def lose(peer: bytes, message: Message) -> None:
+        member = numbers.member_of(peer)
+        if message.kind != "done" or member is None or member.number != second.number:
+            send(peer, message)
+
+    listener.send = lose  # type: ignore[method-assign]
+    late = threading.Thread(target=second.barrier, daemon=True)
+    late.start()
+    first.barrier()
+    cluster.scheduler.end()
+    cluster.start_scheduler()
+    late.join(LIMIT_SECONDS)
+    assert not late.is_alive()
+    assert not cluster.state.barrier.waiting
+    in_threads(first.barrier, second.barrier)
+
+
+# -- workers that begin with different values: all servers take those of one of them
+
+
+def workers_of(cluster: Cluster, count: int) -> list[Worker]:
+    return in_threads(*[lambda n=n: cluster.worker(f"worker {n}", n) for n in range(count)])
+
+
+def pulled(worker: Worker, name: str, mode: str) -> set[float]:
+    """Declare a table whose elements are this worker's number; return what it begins with."""
+    values: list[Array] = [np.full(size, float(worker.number)) for size in SIZES]
+    table = worker.declare(name, SPECS, TableOptions(mode, None, part_bytes=800), lambda: values)
+    found = [np.empty(size) for size in SIZES]
+    table.pull(found)
+    return set(np.concatenate(found))
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_workers_that_come_at_once_give_the_servers_no_mix(
+    new_cluster: NewCluster, mode: str
+) -> None:
+    workers = workers_of(new_cluster(2, 3), 3)
+    for name in map(str, range(10)):
+        begun = in_threads(*[partial(pulled, worker, name, mode) for worker in workers])
+        assert len(begun[0]) == 1
+        assert begun == [begun[0]] * 3, "servers have begun with values of different workers"
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+@pytest.mark.parametrize("reached", [0, 1])
+def test_another_takes_the_place_of_a_first_worker_that_is_lost(
+    new_cluster: NewCluster, mode: str, reached: int
+) -> None:
+    """One of two servers may have its values, which no other worker has."""
+    cluster = new_cluster(2, 3, worker_seconds=0.3)
+    first, *others = workers_of(cluster, 3)
+    cut_off = threading.Event()
+
+    def lose(message: Message) -> int:
+        if message.kind == "start":
+            cut_off.set()
+        return 0
+
+    def begin() -> None:
+        with pytest.raises(HorovodInternalError, match="its connections are closed"):
+            pulled(first, "t", mode)
+
+    for link in [*first._servers.values()][reached:]:
+        link.send = lose  # type: ignore[method-assign]
+
+    def goes_on(worker: Worker) -> set[float]:
+        assert cut_off.wait(20)  # The first one has declared the table before.
+        return pulled(worker, "t", mode)
+
+    def is_lost() -> None:
+        assert cut_off.wait(20)
+        first.close()
+
+    begun = in_threads(begin, is_lost, *[partial(goes_on, worker) for worker in others])
+    assert begun == [None, None, {1.0}, {1.0}]

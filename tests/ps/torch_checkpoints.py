@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.torch import ps
 from hvdlite.torch.ps.updater import TorchRows, TorchUpdater
-from tests.ps.cluster import Cluster, in_threads
+from tests.ps.cluster import Cluster, NewCluster, in_threads
 from tests.ps.digits import OPTIMIZERS
 
 SAVED, LAST = 3, 6
@@ -59,9 +59,7 @@ def train_in_one(kind: str) -> list[Tensor]:
     return list(model.parameters())
 
 
-def check(
-    new_cluster: Callable[..., Cluster], folder: Path, servers: int, kind: str, of_thread: Any
-) -> None:
+def check(new_cluster: NewCluster, folder: Path, servers: int, kind: str, of_thread: Any) -> None:
     """Train with 2 servers, go on with another number, and compare bits."""
     partition = "tensor" if kind == "norms" else "element"
 
@@ -102,7 +100,7 @@ def same(weights: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
         assert torch.equal(one, other), (one - other).abs().max()
 
 
-def check_rows(new_cluster: Callable[..., Cluster], folder: Path, of_thread: Any) -> None:
+def check_rows(new_cluster: NewCluster, folder: Path, of_thread: Any) -> None:
     """Go on with rows that have slots, on other numbers of servers; compare with those of 2."""
 
     def updater_of(described: TableDescription) -> Any:

@@ -1,20 +1,25 @@
-"""Pulls that wait at the same time are answered first layers first."""
+"""What a server answers first, and what is on disk before anybody hears of it."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import place
 from hvdlite.ps.server.server import Server
-from hvdlite.ps.tables.clocks import ASYNC, Mode
+from hvdlite.ps.server.snapshots import SnapshotFolder
+from hvdlite.ps.tables.clocks import ASYNC, SYNC, Mode
 from hvdlite.ps.tables.description import describe_table
 from hvdlite.ps.tables.updater import Added
+from tests.ps.test_tables import SPECS, Momentum, blocks, payloads, values_of
 
 PEER = b"worker 0"
 
@@ -78,3 +83,60 @@ def test_none_waits_for_more_than_a_megabyte_of_others() -> None:
     server.serve(lambda: bool(queue.sent))
     assert ("values", 1) in [(each.kind, each.request) for each in queue.sent]
     assert 30 < len(queue.waiting) < 100
+
+
+class Witness:
+    """A listener that sends nothing, and notes what is on disk meanwhile."""
+
+    memory = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sent: list[tuple[Message, int]] = []  # And the newest version on disk.
+
+    def send(self, _peer: bytes, message: Message) -> None:
+        found = self.folder.rglob("*.safetensors")
+        self.sent.append((message, max((int(path.stem[-12:]) for path in found), default=-1)))
+
+
+def half_pushed(folder: Path) -> tuple[Server, Witness]:
+    """Return a server with a table of two workers, of which one has pushed, and pulls."""
+    witness = Witness(folder)
+    server = Server(
+        cast("Listener", witness), lambda _: Momentum(), incarnation=1, workers=[0, 1],
+        snapshots=SnapshotFolder(folder, 0), snapshot_every=1,
+    )  # fmt: skip
+    table = describe_table(SPECS, blocks(), Mode(SYNC), average=True)
+    first = payloads(values_of(-1, 0))
+
+    def tell(worker: int, kind: str, **words: Any) -> None:
+        message = Message(kind, 1, "t", incarnation=1)._replace(**words)
+        for peer, answer in server.answer(b"%d" % worker, message):
+            witness.send(peer, answer)
+
+    for worker in (0, 1):
+        tell(worker, "start", body={"worker": worker, "table": table})
+    tell(0, "offer", payloads=first)
+    tell(0, "push", payloads=payloads(values_of(0, 0)))
+    tell(0, "pull", clock=1)
+    return server, witness
+
+
+def goes(server: Server, witness: Witness) -> None:
+    for peer, answer in server.answer(b"1", Message("leave", 9)):
+        witness.send(peer, answer)
+
+
+def is_lost(server: Server, _witness: Witness) -> None:
+    server.set_workers([0])
+
+
+@pytest.mark.parametrize("end", [goes, is_lost])
+def test_a_step_that_the_end_of_a_worker_completes_is_on_disk_first(
+    tmp_path: Path, end: Callable[[Server, Witness], None]
+) -> None:
+    server, witness = half_pushed(tmp_path)
+    if end is is_lost:
+        server._early.clear()
+    end(server, witness)
+    assert [(m.clock, saved) for m, saved in witness.sent if m.kind == "values"] == [(1, 1)]
