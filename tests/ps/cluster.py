@@ -193,6 +193,26 @@ def trainers(cluster: Cluster, count: int, *mode: Any) -> list[Trainer]:
     return in_threads(*[enter(number) for number in range(count)])
 
 
+def with_one(
+    new_cluster: NewCluster, servers: int, steps: int = 0, *mode: Any, **words: Any
+) -> tuple[Cluster, Trainer]:
+    """Return a cluster with one worker, which has made these steps."""
+    cluster = new_cluster(servers, 1, **words)
+    (trainer,) = trainers(cluster, 1, *mode)
+    trainer.train(steps)
+    return cluster, trainer
+
+
+def with_two(
+    new_cluster: NewCluster, servers: int, steps: int = 0, *mode: Any, **words: Any
+) -> tuple[Cluster, Trainer, Trainer]:
+    """Return a cluster with two workers, which have made these steps."""
+    cluster = new_cluster(servers, 2, **words)
+    first, second = trainers(cluster, 2, *mode)
+    in_threads(lambda: first.train(steps), lambda: second.train(steps))
+    return cluster, first, second
+
+
 def gradients_of(step: int, worker: int) -> list[Array]:
     made = np.random.default_rng([step, worker])
     return [made.normal(size=size) for size in SIZES]

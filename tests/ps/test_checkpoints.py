@@ -30,6 +30,8 @@ from tests.ps.cluster import (
     train_in_one,
     trainers,
     wait_until,
+    with_one,
+    with_two,
 )
 from tests.ps.test_scaling import Adam
 from tests.ps.test_tables import Momentum
@@ -105,8 +107,7 @@ def test_a_worker_that_makes_a_step_again_saves_and_loads_after_it(
     new_cluster: NewCluster, tmp_path: Path, saved: Path, act: Callable[[Trainer, Path], Any]
 ) -> None:
     """One of two servers has its push of that step: their versions differ until it has made it."""
-    cluster = new_cluster(2, 2, updater=Adam, folder="second")
-    first, second = trainers(cluster, 2)
+    cluster, first, second = with_two(new_cluster, 2, updater=Adam, folder="second")
     to_all([first, second], lambda trainer: load(trainer, saved))
     to_all([first, second], lambda trainer: trainer.train(3))
     first.push()
@@ -156,8 +157,7 @@ def test_a_worker_that_loads_later_undoes_no_steps(new_cluster: NewCluster, tmp_
 def test_a_worker_that_returns_loads_nothing(new_cluster: NewCluster, tmp_path: Path) -> None:
     """A script loads where there is a checkpoint: at its first start there was none."""
     folder = tmp_path / "saved"
-    cluster = new_cluster(2, 1)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 2)
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         load(trainer, folder)
     trainer.train(3)
@@ -182,9 +182,7 @@ def test_a_server_that_is_lost_later_has_what_was_loaded(
 
 
 def test_a_server_is_killed_while_tables_are_saved(new_cluster: NewCluster, tmp_path: Path) -> None:
-    cluster = new_cluster(2, 1, updater=Adam, every=1)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(4)
+    cluster, trainer = with_one(new_cluster, 2, 4, updater=Adam, every=1)
     cluster.servers[1].end()
 
     def come_again() -> None:
@@ -309,9 +307,7 @@ def test_raw_tensors_and_rows_are_saved(new_cluster: NewCluster, tmp_path: Path)
 
 
 def test_the_number_of_servers_is_lowered(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(2, 1)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(2)
+    cluster, trainer = with_one(new_cluster, 2, 2)
     OF_THREAD.worker = trainer.worker
     ps.scale_servers(1)
     wait_until(lambda: cluster.state.registry.layout.num_servers == 1)

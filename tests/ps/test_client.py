@@ -21,14 +21,13 @@ from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import SERVER, Message
 from hvdlite.ps.worker.ordered_operations import OrderedOperations
 from tests.descriptors import no_free_descriptor
-from tests.ps.cluster import NewCluster, trainers, wait_until
+from tests.ps.cluster import NewCluster, wait_until, with_two
 
 
 def test_an_error_in_the_thread_fails_all_that_waits_and_all_that_comes(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = new_cluster(2, 2)
-    first, second = trainers(cluster, 2)
+    cluster, first, second = with_two(new_cluster, 2)
 
     def fail(*_words: object) -> None:
         raise ZeroDivisionError("a defect")

@@ -37,7 +37,7 @@ from hvdlite.ps.tables.updater import Added
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.worker import Worker
 from tests.parallel.jobs import environment
-from tests.ps.cluster import Loop, NewCluster, train_in_one, trainers, wait_until
+from tests.ps.cluster import Loop, NewCluster, train_in_one, wait_until, with_one
 from tests.ps.cluster import bits as bits_of
 from tests.ps.hostile import begin
 from tests.ps.sites import held_port
@@ -196,8 +196,7 @@ def other_version() -> Iterator[str]:
 
 
 def test_a_process_of_another_version_reads_ours_and_is_refused(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 1)
     with begin(cluster.settings.scheduler) as stranger:
         data = stranger.recv(prove.CHALLENGE.size, socket.MSG_WAITALL)
         challenge = Challenge.unpack(data)
@@ -212,8 +211,7 @@ def test_a_process_of_another_version_reads_ours_and_is_refused(new_cluster: New
 
 
 def test_a_worker_of_another_version_than_the_scheduler_is_told(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1)
     with other_version() as address, pytest.raises(HorovodVersionMismatchError, match=SAYS):
         Worker(replace(cluster.settings, node_id="a", scheduler=address))
 
@@ -228,8 +226,7 @@ def test_a_refusal_is_heard_however_soon_it_comes(
             wait_until(lambda: bool(caller.trouble))
             super().__init__(caller, now)
 
-    cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1)
     monkeypatch.setattr(client_module, "Connection", Late)
     with other_version() as address, pytest.raises(HorovodVersionMismatchError, match=SAYS):
         Worker(replace(cluster.settings, node_id="a", scheduler=address, start_seconds=0.5))

@@ -38,7 +38,7 @@ from hvdlite.ps.server import snapshots
 from hvdlite.ps.worker import worker
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.worker import Worker
-from tests.ps.cluster import Cluster, NewCluster, bits, train_in_one, trainers, wait_until
+from tests.ps.cluster import Cluster, NewCluster, bits, train_in_one, trainers, wait_until, with_one
 from tests.ps.hostile import begin, claim_with
 from tests.ps.peers import TOKEN, Peer
 
@@ -77,8 +77,7 @@ def address_of_scheduler(cluster: Cluster) -> str:
 def test_who_has_not_enrolled_orders_the_scheduler_nothing(
     new_cluster: NewCluster, kind: str, body: dict[str, Any]
 ) -> None:
-    cluster = new_cluster(2, 1)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 2)
     before = cluster.state.turns.loads
     with peer_of(cluster, address_of_scheduler(cluster)) as stranger:
         assert stranger.ask(kind, 1, "", 0, 0, body).kind == "restarted"
@@ -102,8 +101,7 @@ def test_who_has_not_enrolled_orders_the_scheduler_nothing(
 def test_a_member_says_what_has_bounds_or_loses_its_connection(
     new_cluster: NewCluster, where: Callable[[Cluster], str], begins: bytes
 ) -> None:
-    cluster = new_cluster(1, 1)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 1)
     with peer_of(cluster, where(cluster)) as peer:
         peer.say_raw(begins)
         peer.wait(lambda: bool(peer.caller.trouble))
@@ -113,8 +111,7 @@ def test_a_member_says_what_has_bounds_or_loses_its_connection(
 
 
 def test_members_ask_what_belongs_to_their_roles(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(2, 1)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 2)
     with peer_of(cluster, address_of(cluster, 0), b"server 1") as peer:
         answer = peer.ask("push", 3, "t", 0, 1, {})
         assert (answer.kind, answer.body["why"]) == (
@@ -148,8 +145,7 @@ def test_a_snapshot_that_fails_is_tried_again_and_said(
             raise OSError(code, os.strerror(code))
         replace(source, target)
 
-    cluster = new_cluster(1, 1, every=every)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 1, every=every)
     monkeypatch.setattr(system, "replace", fail_twice)
     trainer.train(6)
     folder = cluster.folder / "snapshots"
@@ -287,8 +283,7 @@ def reply(connection: socket.socket) -> int:
 
 def test_a_proof_for_the_scheduler_opens_no_server(new_cluster: NewCluster) -> None:
     """As one who stands between them could try."""
-    cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1)
     for role, code in (("ps scheduler", prove.OTHER_ROLE), ("ps server", prove.ACCEPTED)):
         with begin(address_of(cluster, 0)) as relay:
             relay.sendall(claim_with(relay, TOKEN, role, b"worker 9"))
@@ -296,8 +291,7 @@ def test_a_proof_for_the_scheduler_opens_no_server(new_cluster: NewCluster) -> N
 
 
 def test_a_proof_is_for_one_connection(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1)
     address = address_of_scheduler(cluster)
     with begin(address) as first, begin(address) as second:
         claim = claim_with(first, TOKEN, "ps scheduler", b"worker 9")
@@ -311,9 +305,7 @@ def test_a_proof_is_for_one_connection(new_cluster: NewCluster) -> None:
 def test_who_knows_the_name_of_a_member_orders_the_scheduler_nothing(
     new_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(2, 1)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(3)
+    cluster, trainer = with_one(new_cluster, 2, 3)
     name = trainer.worker._client._identity
     with begin(address_of_scheduler(cluster)) as stranger:
         stranger.sendall(claim_with(stranger, b"a guess", "ps scheduler", name))
@@ -325,8 +317,7 @@ def test_who_knows_the_name_of_a_member_orders_the_scheduler_nothing(
 
 
 def test_a_name_belongs_to_the_connection_that_has_proved_it_last(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1)
     address = address_of(cluster, 0)
     with peer_of(cluster, address) as first, peer_of(cluster, address) as second:
         assert first.ask("beat", 1).kind == "beat"
@@ -336,8 +327,7 @@ def test_a_name_belongs_to_the_connection_that_has_proved_it_last(new_cluster: N
 
 
 def test_a_worker_is_known_by_the_process_that_has_said_hello_last(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1)
     hello = {"worker": 7, "tables": []}
     address = address_of(cluster, 0)
     with (
@@ -356,8 +346,7 @@ def test_a_worker_is_known_by_the_process_that_has_said_hello_last(new_cluster: 
 
 @pytest.mark.parametrize("role", [SCHEDULER, SERVER])
 def test_who_guesses_is_refused(new_cluster: NewCluster, role: str) -> None:
-    cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1)
     address = address_of(cluster, 0) if role == SERVER else address_of_scheduler(cluster)
     stranger = Peer(address, role, token=b"a guess")
     stranger.wait(lambda: bool(stranger.refused))

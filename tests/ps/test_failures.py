@@ -42,6 +42,8 @@ from tests.ps.cluster import (
     train_in_one,
     trainers,
     wait_until,
+    with_one,
+    with_two,
 )
 from tests.ps.sites import held_port
 from tests.ps.test_tables import Momentum
@@ -57,8 +59,7 @@ def both(_step: int) -> list[int]:
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_a_killed_server_returns_and_training_goes_on(new_cluster: NewCluster, every: int) -> None:
     """With each version saved, the run is bitwise an undisturbed one; without, all agree."""
-    cluster = new_cluster(2, 2, every=every)
-    first, second = trainers(cluster, 2)
+    cluster, first, second = with_two(new_cluster, 2, every=every)
     turn = threading.Barrier(3)
 
     def main(trainer: Trainer) -> None:
@@ -80,9 +81,7 @@ def test_a_killed_server_returns_and_training_goes_on(new_cluster: NewCluster, e
 
 
 def test_async_goes_on_from_the_newest_values_of_workers(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 2, every=20)
-    first, second = trainers(cluster, 2, ASYNC)
-    in_threads(lambda: first.train(30), lambda: second.train(30))
+    cluster, first, second = with_two(new_cluster, 1, 30, ASYNC, every=20)
     pulled = max(first.table.version, second.table.version)
     cluster.restart_server(0)
     first.table.pull(first.values)
@@ -150,9 +149,7 @@ def test_a_worker_that_has_come_again_loses_no_step_that_it_did_not_make(
     new_cluster: NewCluster,
 ) -> None:
     """Its first pull waits for a step that its process before pushed, and that is lost then."""
-    cluster = new_cluster(1, 2, every=1)
-    first, second = trainers(cluster, 2)
-    in_threads(lambda: first.train(5), lambda: second.train(5))
+    cluster, first, second = with_two(new_cluster, 1, 5, every=1)
     assert first.push().ended_within(LIMIT_SECONDS)
     first.worker.close()
     worker = cluster.worker("worker 0", 0)
@@ -173,8 +170,7 @@ def test_a_worker_that_has_come_again_loses_no_step_that_it_did_not_make(
 def test_a_worker_that_leaves_a_step_half_pushed_is_told(
     new_cluster: NewCluster, caplog: pytest.LogCaptureFixture, again: bool
 ) -> None:
-    cluster = new_cluster(2, 2)
-    first, second = trainers(cluster, 2)
+    cluster, first, second = with_two(new_cluster, 2)
     shard, ended = first.table._shards[1], threading.Event()
     payloads = first.table._cut(first.values, 1)
     first.worker._client.call(lambda: shard.push({}, payloads, lambda _: ended.set()))
@@ -198,8 +194,7 @@ def test_workers_hear_of_updates_that_are_lost_with_a_server(
     every: int,
 ) -> None:  # fmt: skip
     """In sync they are to go back, as other tests show."""
-    cluster = new_cluster(1, 2, every=every)
-    first, second = trainers(cluster, 2, *mode)
+    cluster, first, second = with_two(new_cluster, 1, 0, *mode, every=every)
     for trainer in (first, second, first, second):
         trainer.push().wait()
     cluster.restart_server(0)
@@ -213,8 +208,7 @@ def test_workers_hear_of_updates_that_are_lost_with_a_server(
 
 
 def test_a_server_that_does_not_return_ends_the_job_and_is_named(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(2, 2, server_seconds=0.3)
-    first, second = trainers(cluster, 2)
+    cluster, first, second = with_two(new_cluster, 2, server_seconds=0.3)
     cluster.servers[1].end()
 
     def fails(trainer: Trainer, call: Callable[[], Any]) -> None:
@@ -231,9 +225,7 @@ def test_a_server_that_does_not_return_ends_the_job_and_is_named(new_cluster: Ne
 
 
 def test_a_damaged_snapshot_ends_the_job_and_is_named(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1, every=1)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(3)
+    cluster, trainer = with_one(new_cluster, 1, 3, every=1)
     cluster.servers[0].end()
     newest = max((cluster.folder / "snapshots").rglob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -258,9 +250,7 @@ def come_back(cluster: Cluster, trainer: Trainer, mode: str = SYNC) -> Trainer:
 def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(
     new_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(2, 2)
-    first, second = trainers(cluster, 2)
-    in_threads(lambda: first.train(5), lambda: second.train(5))
+    cluster, first, second = with_two(new_cluster, 2, 5)
 
     links = [*first.worker._servers.values()]
     connections = [link._connection for link in links if link._connection is not None]
@@ -288,9 +278,7 @@ def test_a_worker_whose_place_another_one_has_ends_with_an_error_that_names_both
     new_cluster: NewCluster,
 ) -> None:
     """It lives, and throws its successor out nowhere."""
-    cluster = new_cluster(2, 2)
-    first, second = trainers(cluster, 2)
-    in_threads(lambda: first.train(3), lambda: second.train(3))
+    cluster, first, second = with_two(new_cluster, 2, 3)
     again = Trainer(cluster.worker("worker 1 is started twice", 1))
     says = r"worker 1 is the process \d+@\S+ now, and this is the process \d+@\S+, which"
     with pytest.raises(HorovodInternalError, match=says):
@@ -303,9 +291,7 @@ def test_a_worker_whose_place_another_one_has_ends_with_an_error_that_names_both
 def test_a_server_whose_place_another_one_has_ends_with_an_error_that_names_both(
     new_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(1, 1, every=1)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(3)
+    cluster, trainer = with_one(new_cluster, 1, 3, every=1)
     former = cluster.servers[0]
     cluster.servers[0] = cluster.start_server(0)
     former.wait()
@@ -316,9 +302,7 @@ def test_a_server_whose_place_another_one_has_ends_with_an_error_that_names_both
 
 def test_a_worker_killed_between_two_pushes_does_its_step_again(new_cluster: NewCluster) -> None:
     """One server has its push, and has even finished the step; the other has not."""
-    cluster = new_cluster(2, 2)
-    first, second = trainers(cluster, 2)
-    in_threads(lambda: first.train(5), lambda: second.train(5))
+    cluster, first, second = with_two(new_cluster, 2, 5)
     first.push()
     shards, second.table._shards = second.table._shards, second.table._shards[:1]
     second.push().wait()
@@ -361,17 +345,16 @@ def test_a_worker_beats_several_times_within_the_silence_that_counts_as_its_loss
 def test_nobody_waits_for_a_lost_worker_beyond_the_bound(
     new_cluster: NewCluster, mode: str, staleness: int | None
 ) -> None:
-    cluster = new_cluster(1, 2, worker_seconds=0.4 if mode == SSP else 30.0)
-    first, second = trainers(cluster, 2, mode, staleness)
+    _, first, second = with_two(
+        new_cluster, 1, 0, mode, staleness, worker_seconds=0.4 if mode == SSP else 30.0
+    )
     second.worker.close()
     first.train(20)
     assert first.table.clock == 20
 
 
 def test_a_worker_that_leaves_is_counted_no_more_and_may_return(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(2, 2)
-    first, second = trainers(cluster, 2)
-    in_threads(lambda: first.train(4), lambda: second.train(4))
+    cluster, first, second = with_two(new_cluster, 2, 4)
     second.worker.leave()
     first.train(7)
     assert bits(first.values) == train_in_one(7, lambda step: [0, 1] if step < 4 else [0])
@@ -387,8 +370,7 @@ def test_a_worker_that_leaves_is_counted_no_more_and_may_return(new_cluster: New
 
 
 def test_no_step_is_lost_while_the_scheduler_is_away(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(2, 2, every=1)
-    first, second = trainers(cluster, 2)
+    cluster, first, second = with_two(new_cluster, 2, every=1)
     cluster.scheduler.end()
     in_threads(lambda: first.train(10), lambda: second.train(10))
     cluster.start_scheduler()
@@ -510,8 +492,7 @@ def test_the_scheduler_ends_with_the_job_though_a_worker_was_lost(
 
 
 def test_a_wrong_token_is_refused_and_the_others_are_untouched(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 1)
     with pytest.raises(ConfigError, match="scheduler says: HVDLITE_PS_TOKEN is another one there"):
         cluster.worker("stranger", token=b"a guess")
     trainer.train(5)
@@ -519,8 +500,7 @@ def test_a_wrong_token_is_refused_and_the_others_are_untouched(new_cluster: NewC
 
 
 def test_a_surplus_worker_is_refused(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1)
     with pytest.raises(ConfigError, match="all 1 workers are there"):
         cluster.worker("surplus")
     with pytest.raises(ConfigError, match="has 1 workers, and this worker was told of 2"):
@@ -528,9 +508,7 @@ def test_a_surplus_worker_is_refused(new_cluster: NewCluster) -> None:
 
 
 def test_all_is_encrypted_with_keys_from_the_token(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1, curve=True)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(5)
+    _, trainer = with_one(new_cluster, 1, 5, curve=True)
     assert bits(trainer.values) == train_in_one(5, lambda _step: [0])
 
 
@@ -538,8 +516,7 @@ def test_all_is_encrypted_with_keys_from_the_token(new_cluster: NewCluster) -> N
 def test_who_is_never_answered_hears_what_may_be_wrong(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
-    cluster = new_cluster(1, 1, curve=encrypted)
-    trainers(cluster, 1)
+    cluster, _ = with_one(new_cluster, 1, curve=encrypted)
     monkeypatch.setattr("hvdlite.ps.worker.worker.ANSWER_SECONDS", 0.2)
     with pytest.raises(HorovodInternalError, match="the same HVDLITE_PS_CURVE and HVDLITE_PS_TO"):
         cluster.worker("stranger", start_seconds=0.1, curve=not encrypted)
@@ -548,8 +525,7 @@ def test_who_is_never_answered_hears_what_may_be_wrong(
 def test_a_table_that_differs_fails_in_that_worker_alone(
     new_cluster: NewCluster, tmp_path: Path
 ) -> None:
-    cluster = new_cluster(1, 2)
-    first, second = trainers(cluster, 2)
+    _, first, second = with_two(new_cluster, 1)
     with pytest.raises(HorovodInternalError, match=r"disagree on the staleness|disagree on the mo"):
         Trainer(second.worker, ASYNC)
     in_threads(lambda: first.train(3), lambda: second.train(3))

@@ -10,7 +10,7 @@ import pytest
 
 from hvdlite.ps.layouts import blocks as blocks_module
 from hvdlite.ps.layouts.blocks import Block, TensorSpec, blocks_of
-from hvdlite.ps.layouts.layout import Layout, Part, cut, place, rebalance
+from hvdlite.ps.layouts.layout import Layout, Part, place, rebalance
 
 
 def rows(layout: Layout) -> list[tuple[int, int, int, int]]:
@@ -143,13 +143,6 @@ def test_a_tensor_of_more_than_2_gib_is_cut_into_parts(elements: int) -> None:
     assert [part.start for part in layout.parts] == ends[:-1]
     assert ends[-1] == elements
     assert max(layout.loads()) - min(layout.loads()) <= 4_096_000
-
-
-def test_ranges_are_even() -> None:
-    assert cut(10, 4) == [(0, 4), (4, 7), (7, 10)]
-    assert cut(8, 4) == [(0, 4), (4, 8)]
-    assert cut(0, 4) == [(0, 0)]
-    assert Part(0, 1, 3, 0) < Part(0, 2, 3, 0)
 
 
 def test_only_a_block_of_one_small_part_is_copied_at_once() -> None:

@@ -38,6 +38,7 @@ from tests.ps.cluster import (
     in_threads,
     trainers,
     wait_until,
+    with_two,
 )
 from tests.ps.test_layout_changes import add_ones, added_up
 from tests.ps.test_scaling import Added
@@ -67,8 +68,7 @@ def test_a_worker_makes_a_step_again_that_one_server_had_before_a_load(
     new_cluster: NewCluster, mode: str, staleness: int | None, comes: str
 ) -> None:
     """Another worker leads the load; the push of the process before counts nowhere any more."""
-    cluster = new_cluster(2, 2, updater=Added)
-    first, second = trainers(cluster, 2, mode, staleness)
+    cluster, first, second = with_two(new_cluster, 2, 0, mode, staleness, updater=Added)
     checkpoints.save(first.worker, cluster.folder / "saved")
     push_sevens_to_server_0(second)
     second.worker.close()
@@ -133,8 +133,7 @@ def test_a_push_amid_a_load_counts_on_all_servers(
     restarts: bool,
 ) -> None:  # fmt: skip
     """One server has loaded, and the other one not yet; the scheduler may come again meanwhile."""
-    cluster = new_cluster(2, 2, updater=Added)
-    first, second = trainers(cluster, 2, mode, staleness)
+    cluster, first, second = with_two(new_cluster, 2, 0, mode, staleness, updater=Added)
     checkpoints.save(first.worker, cluster.folder / "saved")
     ones = [np.ones(size) for size in SIZES]
     pushed = threading.Thread(target=lambda: second.table.push(ones, {}).wait())
@@ -163,8 +162,7 @@ def test_a_push_amid_a_load_counts_on_all_servers(
 
 def test_a_push_that_is_sent_again_does_not_come_after_the_load(new_cluster: NewCluster) -> None:
     """One server has it, and to the other one it is on its way: the load undoes it on both."""
-    cluster = new_cluster(2, 2, updater=Added)
-    first, second = trainers(cluster, 2, SSP, 3)
+    cluster, first, second = with_two(new_cluster, 2, 0, SSP, 3, updater=Added)
     checkpoints.save(first.worker, cluster.folder / "saved")
     connection = second.worker._servers[1]._connection
     assert connection is not None
@@ -189,8 +187,7 @@ def test_a_push_that_is_sent_again_does_not_come_after_the_load(new_cluster: New
 def test_others_go_on_where_the_worker_that_loads_is_lost(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = new_cluster(1, 2, updater=Added, worker_seconds=1.0)
-    first, second = trainers(cluster, 2, ASYNC)
+    cluster, first, second = with_two(new_cluster, 1, 0, ASYNC, updater=Added, worker_seconds=1.0)
     checkpoints.save(first.worker, cluster.folder / "saved")
     begun, ended = threading.Event(), threading.Event()
 

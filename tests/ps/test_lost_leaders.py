@@ -31,8 +31,9 @@ from tests.ps.cluster import (
     NewCluster,
     Trainer,
     in_threads,
-    trainers,
     wait_until,
+    with_one,
+    with_two,
 )
 from tests.ps.test_layout_changes import add_ones, added_up
 from tests.ps.test_loads import saved_twos
@@ -142,9 +143,7 @@ def test_a_server_that_cannot_save_what_it_has_loaded_ends(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a snapshot of before it would come again with the old values, and nobody would know."""
-    cluster = new_cluster(1, 1, updater=Added, every=5)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(1)
+    cluster, trainer = with_one(new_cluster, 1, 1, updater=Added, every=5)
     checkpoints.save(trainer.worker, cluster.folder / "saved")
     write = SnapshotFolder.write
 
@@ -164,8 +163,7 @@ def test_nobody_waits_for_a_table_that_nobody_has(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that comes again knows no table before a worker begins it; only one had it."""
-    cluster = new_cluster(2, 2, updater=Added, worker_seconds=1.0)
-    first, second = trainers(cluster, 2, ASYNC)
+    cluster, first, second = with_two(new_cluster, 2, 0, ASYNC, updater=Added, worker_seconds=1.0)
     values = [np.zeros(size) for size in SIZES]
     own = first.worker.declare("own", SPECS, TableOptions(ASYNC), lambda: values)
     own.pull(values)
@@ -186,8 +184,7 @@ def test_a_load_says_for_whom_it_waits(
 ) -> None:
     """Who comes again does not declare a table, which no server begins again without it."""
     monkeypatch.setattr(changes, "WARNING_SECONDS", 0.05)
-    cluster = new_cluster(2, 1, updater=Added)
-    (trainer,) = trainers(cluster, 1, ASYNC)
+    cluster, trainer = with_one(new_cluster, 2, 0, ASYNC, updater=Added)
     values = [np.zeros(size) for size in SIZES]
     trainer.worker.declare("own", SPECS, TableOptions(ASYNC), lambda: values)
     add_ones(trainer, lambda: trainer.table.clock == 1)

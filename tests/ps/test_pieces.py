@@ -29,6 +29,7 @@ from tests.ps.cluster import (
     train_in_one,
     trainers,
     wait_until,
+    with_one,
 )
 from tests.ps.test_scaling import both
 from tests.ps.test_tables import begun, payloads, values_of
@@ -255,8 +256,7 @@ def on_both(pair: Sequence[Trainer], main: Callable[[Trainer], None]) -> None:
 def test_pushes_follow_their_pieces(
     new_cluster: NewCluster, sent: list[tuple[str, int, bool]]
 ) -> None:
-    cluster = new_cluster(2, 1)
-    (trainer,) = trainers(cluster, 1)
+    _, trainer = with_one(new_cluster, 2)
     train(trainer, 6)
     assert bits(trainer.values) == train_in_one(6, lambda _step: [0])
     assert {what for what, _, _ in sent} == {"piece", "push"}
@@ -323,8 +323,7 @@ def test_a_server_is_lost_in_the_middle_of_backward(
 def test_a_server_that_is_lost_for_good_in_the_middle_of_backward_is_named(
     new_cluster: NewCluster, sent: list[tuple[str, int, bool]]
 ) -> None:
-    cluster = new_cluster(2, 1, server_seconds=0.3)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 2, server_seconds=0.3)
     train(trainer, 2)
     backward(trainer, 2)
     cluster.servers[1].end()

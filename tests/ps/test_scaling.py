@@ -28,6 +28,8 @@ from tests.ps.cluster import (
     train_in_one,
     trainers,
     wait_until,
+    with_one,
+    with_two,
 )
 
 
@@ -87,8 +89,7 @@ def both(_step: int) -> list[int]:
 def test_servers_come_and_go_and_sync_stays_bitwise_the_same(
     new_cluster: NewCluster, every: int
 ) -> None:
-    cluster = new_cluster(2, 2, updater=Adam, every=every)
-    first, second = trainers(cluster, 2)
+    cluster, first, second = with_two(new_cluster, 2, updater=Adam, every=every)
     layouts = cluster.state.registry
     end: list[int] = []
 
@@ -115,8 +116,7 @@ def test_a_server_comes_while_workers_are_at_different_steps(
     new_cluster: NewCluster, mode: str, staleness: int | None
 ) -> None:
     """Nothing is applied twice and nothing is lost: the updates only add."""
-    cluster = new_cluster(1, 2, updater=Added)
-    first, second = trainers(cluster, 2, mode, staleness)
+    cluster, first, second = with_two(new_cluster, 1, 0, mode, staleness, updater=Added)
     scaled, ended = threading.Event(), threading.Event()
 
     def scale() -> None:
@@ -148,9 +148,7 @@ class Added(Adam):
 
 
 def test_a_server_killed_while_others_move_begins_the_change_again(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(2, 2, every=1)
-    first, second = trainers(cluster, 2)
-    in_threads(lambda: first.train(5), lambda: second.train(5))
+    cluster, first, second = with_two(new_cluster, 2, 5, every=1)
     first.push()  # the border cannot be reached before the other one has pushed, too
     cluster.servers.append(cluster.start_server(2, joins=True))
     wait_until(lambda: (c := cluster.state.changes.current) is not None and c.borders is not None)
@@ -170,9 +168,7 @@ def test_a_server_killed_while_others_move_begins_the_change_again(new_cluster: 
 def test_a_scheduler_killed_while_servers_move_begins_the_change_again(
     new_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(1, 2)
-    first, second = trainers(cluster, 2)
-    in_threads(lambda: first.train(5), lambda: second.train(5))
+    cluster, first, second = with_two(new_cluster, 1, 5)
     first.push()
     cluster.servers.append(cluster.start_server(1, joins=True))
     wait_until(lambda: (c := cluster.state.changes.current) is not None and c.borders is not None)
@@ -189,9 +185,7 @@ def test_a_scheduler_killed_while_servers_move_begins_the_change_again(
 
 
 def test_a_server_killed_after_a_change_goes_on_in_the_new_layout(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1, every=1, updater=Adam)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(5)
+    cluster, trainer = with_one(new_cluster, 1, 5, every=1, updater=Adam)
     cluster.servers.append(cluster.start_server(1, joins=True))
     wait_until(lambda: is_even(cluster, 2))
     for number in (0, 1):
@@ -223,8 +217,7 @@ def test_rows_move_with_their_servers(new_cluster: NewCluster) -> None:
 
 
 def test_a_number_of_servers_that_cannot_be_is_refused(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1)
-    (trainer,) = trainers(cluster, 1)
+    _, trainer = with_one(new_cluster, 1)
     for count in (0, 2):
         with pytest.raises(HorovodInternalError, match=f"{count} servers cannot be left of 1"):
             trainer.worker.scale_servers(count)

@@ -26,7 +26,7 @@ from hvdlite.ps.scheduler.scheduler import Scheduler
 from hvdlite.ps.scheduler.state_file import StateFile
 from hvdlite.ps.tables.clocks import ASYNC
 from hvdlite.ps.tables.updater import Added
-from tests.ps.cluster import SIZES, SPECS, NewCluster, in_threads
+from tests.ps.cluster import SIZES, SPECS, NewCluster
 
 OPTIONS = TableOptions(ASYNC)
 
@@ -154,21 +154,6 @@ def test_no_turn_that_lacks_something_ends_the_scheduler(tmp_path: Path) -> None
     desk.run(scheduler)
     said = {message.request: message.kind for _, message in desk.said}
     assert said == {**said, 2: "failed", 3: "failed", 4: "turn", 5: "failed", 6: "layout"}
-
-
-def test_a_scheduler_that_is_killed_knows_the_tables_of_which_it_has_told(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(2, 2)
-    pair = in_threads(*[lambda n=n: cluster.worker(f"worker {n}", n) for n in range(2)])
-    for number in range(12):
-        values = [np.zeros(size) for size in SIZES]
-        pair[number % 2].declare(str(number), SPECS, OPTIONS, lambda values=values: values)
-        if number % 5 == 4:
-            before = tables_in(cluster.state)
-            cluster.scheduler.end()
-            cluster.start_scheduler()
-            assert tables_in(cluster.state) == before
 
 
 def test_declarations_that_wait_together_are_written_together_before_they_are_answered(

@@ -15,14 +15,12 @@ from hvdlite.ps.tables.clocks import SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.saved import SavedTable, join
 from hvdlite.ps.tables.table import Saved
-from tests.ps.cluster import NewCluster, train_in_one, trainers
+from tests.ps.cluster import NewCluster, train_in_one, trainers, with_one
 from tests.ps.cluster import bits as bits_of
 
 
 def test_snapshots_of_another_job_do_not_become_first_weights(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(1, 1, every=1)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(3)
+    cluster, trainer = with_one(new_cluster, 1, 3, every=1)
     trainer.worker.leave()
     cluster.servers[0].wait()
     cluster.scheduler.end()
@@ -38,9 +36,7 @@ def test_snapshots_of_another_job_do_not_become_first_weights(new_cluster: NewCl
 def test_a_job_goes_on_from_its_own_snapshots_when_all_of_it_was_killed(
     new_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(1, 1, every=1)
-    (trainer,) = trainers(cluster, 1)
-    trainer.train(3)
+    cluster, trainer = with_one(new_cluster, 1, 3, every=1)
     trainer.worker.close()
     cluster.servers[0].end()
     cluster.scheduler.end()

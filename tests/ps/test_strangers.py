@@ -10,7 +10,7 @@ import pytest
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.listener import MOST_STRANGERS
 from hvdlite.ps.connections import channel
-from tests.ps.cluster import Cluster, NewCluster, bits, train_in_one, trainers
+from tests.ps.cluster import Cluster, NewCluster, bits, train_in_one, with_one
 from tests.ps.hostile import attack, begin, claim_with, rogues
 from tests.ps.test_door import address_of, address_of_scheduler, peer_of
 
@@ -40,8 +40,7 @@ def test_a_stranger_cannot_fill_the_memory(
     new_cluster: NewCluster, where: Callable[[Cluster], str], secret: bytes | None
 ) -> None:
     """As one endless message, behind a claim whose proof is wrong, or instead of one."""
-    cluster = new_cluster(1, 1)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 1)
     with begin(where(cluster)) as stranger:
         claim = b"" if secret is None else claim_with(stranger, secret, "ps server", b"worker 0")
         stranger.sendall(claim)
@@ -58,8 +57,7 @@ def test_silent_connections_keep_nobody_out(
     new_cluster: NewCluster, where: Callable[[Cluster], str]
 ) -> None:
     """There are few of them at a time: the oldest makes room for who comes."""
-    cluster = new_cluster(1, 1)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 1)
     held = [begin(where(cluster)) for _ in range(MOST_STRANGERS + 40)]
     try:
         trainer.train(3)

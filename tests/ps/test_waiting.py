@@ -26,8 +26,8 @@ from tests.ps.cluster import (
     Loop,
     NewCluster,
     in_threads,
-    trainers,
     wait_until,
+    with_one,
 )
 
 
@@ -185,8 +185,7 @@ def test_a_pull_behind_a_push_that_is_refused_fails_too() -> None:
 def test_what_is_asked_of_a_scheduler_that_has_ended_with_the_job_fails(
     new_cluster: NewCluster, word: str
 ) -> None:
-    cluster = new_cluster(1, 1, server_seconds=0.3)
-    (trainer,) = trainers(cluster, 1)
+    cluster, trainer = with_one(new_cluster, 1, server_seconds=0.3)
     cluster.servers[0].end()
     wait_until(lambda: bool(trainer.worker.failure))
     cluster.scheduler.end()
