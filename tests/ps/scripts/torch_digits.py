@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -112,8 +111,3 @@ def main_with_schedule(folder: Path, steps: int, overflow_step: int) -> None:
         schedule.step()
     torch.save(model.state_dict(), folder / f"worker{ps.rank()}.pt")
     ps.shutdown()
-
-
-if __name__ == "__main__":
-    folder, mode, staleness, name, steps = sys.argv[1:]
-    main(Path(folder), mode, int(staleness) if staleness != "-" else None, name, int(steps))
