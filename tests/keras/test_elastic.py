@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -23,13 +24,32 @@ Y = X @ np.ones((3, 2), "float32")
 Seen = list[tuple[int, int]]
 
 
-def network(distributed: bool = True) -> Any:
+def network() -> Any:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    optimizer: Any = keras.optimizers.Adam(0.01)
-    if distributed:
-        optimizer = hvd.DistributedOptimizer(optimizer)
-    model.compile(optimizer, "mse")
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
     return model
+
+
+def plain() -> Any:
+    """A model for one process, as it was made: its step is traced once for all tests."""
+    model, state = traced()
+    for variable, value in state:
+        variable.assign(value)
+    return model
+
+
+@cache
+def traced() -> tuple[Any, list[tuple[Any, np.ndarray]]]:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model, [(each, np.array(each.numpy())) for each in state_of(model)]
+
+
+def state_of(model: Any) -> list[Any]:
+    variables = model.optimizer.variables
+    own = variables() if callable(variables) else variables
+    return [*model.weights, model.optimizer.learning_rate, *own]
 
 
 def values(state: Any) -> list[Any]:
@@ -152,7 +172,7 @@ def test_an_epoch_goes_on_where_it_was_committed(
     seen: list[Seen] = []
 
     def main(rank: int) -> int:
-        model = network(distributed=False)
+        model = plain()
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
         failures = iter([(1, 3), (1, 7), (2, BATCHES - 1), None])
 
@@ -227,7 +247,7 @@ def test_all_callbacks_see_the_end_of_each_epoch_once(
     """The ranks change at the last commit of an epoch, also of the last one."""
 
     def main(rank: int) -> None:
-        model = network(distributed=False)
+        model = plain()
         begun = rate_of(model)
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
         commits: list[tuple[int, int]] = []
@@ -260,7 +280,7 @@ def test_a_rank_lost_at_the_end_of_an_epoch_leaves_no_end_out(order: Sequence[in
     """Its last batch is made again, and what callbacks had changed is undone before."""
 
     def main(rank: int) -> tuple[Seen, float]:
-        model = network(distributed=False)
+        model = plain()
         begun = rate_of(model)
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
         ends = Ends(state, [], fails_at=2)
@@ -279,7 +299,7 @@ def test_a_rank_lost_at_the_end_of_an_epoch_leaves_no_end_out(order: Sequence[in
 
 def test_a_script_that_counts_epochs_itself_commits_the_last_batch_with_the_end() -> None:
     def main(rank: int) -> None:
-        model = network(distributed=False)
+        model = plain()
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
         commits: list[tuple[int, int]] = []
         state.commit = lambda: commits.append((state.epoch, int(state.batch)))  # type: ignore[method-assign]
@@ -303,7 +323,7 @@ def test_an_epoch_of_unknown_length_is_repeated_with_a_warning(
     seen: list[Seen] = []
 
     def main(rank: int) -> None:
-        model = network(distributed=False)
+        model = plain()
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
         signature = (tf.TensorSpec((4, 3)), tf.TensorSpec((4, 2)))
         data = tf.data.Dataset.from_generator(batches, output_signature=signature)
@@ -335,7 +355,7 @@ def test_an_epoch_of_unknown_length_is_repeated_with_a_warning(
 
 def test_a_number_that_the_user_has_set_is_that_of_batches_done() -> None:
     def main(rank: int) -> None:
-        model = network(distributed=False)
+        model = plain()
         state = hvd.elastic.KerasState(model, epoch=0, batch=3)
         failing = Failing(state, None)
         model.fit(
@@ -352,7 +372,7 @@ def test_how_often_is_committed(every: int, expected: int) -> None:
     """Every so many batches, counted through `fit`, and at the end of each epoch, never twice."""
 
     def main(rank: int) -> int:
-        model = network(distributed=False)
+        model = plain()
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
         count: list[Any] = []
         state.commit = lambda: count.append((state.epoch, int(state.batch)))  # type: ignore[method-assign]
@@ -366,7 +386,7 @@ def test_how_often_is_committed(every: int, expected: int) -> None:
 
 def test_early_stopping_is_not_undone() -> None:
     def main(rank: int) -> None:
-        model = network(distributed=False)
+        model = plain()
         state = hvd.elastic.KerasState(model, epoch=0, batch=6)
 
         class Stop(keras.callbacks.Callback):  # type: ignore[misc]

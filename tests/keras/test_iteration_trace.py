@@ -11,18 +11,18 @@ import hvdlite.keras as hvd
 from hvdlite.common.iterations.rows import IterationRow, read_rows
 from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import keras
-from tests.keras.training import BATCH, INPUTS, ROWS, TARGETS, make_model, sgd
+from tests.keras.training import BATCH, EAGERLY, INPUTS, ROWS, TARGETS, make_model, sgd
 from tests.ranks import run_ranks
 
 STEPS = ROWS // BATCH
 NBYTES = 4 * (4 * 5 + 5 + 5 * 2 + 2)
 
 
-def fit(*callbacks: Any, **arguments: Any) -> None:
+def fit(*callbacks: Any, **compiled: Any) -> None:
     model = make_model()
-    model.compile(optimizer=hvd.DistributedOptimizer(sgd()), loss="mse")
+    model.compile(optimizer=hvd.DistributedOptimizer(sgd()), loss="mse", **compiled)
     given = {"callbacks": list(callbacks)} if callbacks else {}
-    model.fit(INPUTS, TARGETS, batch_size=BATCH, epochs=2, verbose=0, **given, **arguments)
+    model.fit(INPUTS, TARGETS, batch_size=BATCH, epochs=2, verbose=0, **given)
 
 
 def check(rows: list[IterationRow], number: int = 2 * STEPS) -> None:
@@ -66,8 +66,8 @@ def test_a_fit_that_raises_does_not_blind_the_trace() -> None:
         with hvd.trace_iterations() as trace:
             callback = hvd.callbacks.IterationTraceCallback(trace)
             with pytest.raises(ArithmeticError):
-                fit(callback, Interrupt())
-            fit(callback)
+                fit(callback, Interrupt(), **EAGERLY)
+            fit(callback, **EAGERLY)
             check(trace.rows())
 
     run_ranks(2, main)

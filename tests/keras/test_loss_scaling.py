@@ -18,6 +18,7 @@ from tests.keras.training import (
     assert_close,
     assert_same,
     fit,
+    fit_alone,
     fit_together,
     make_model,
     numpy_of,
@@ -98,7 +99,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(make: Callable[[], Any]) 
 
 @pytest.mark.parametrize("make", AROUND)
 def test_fit(make: Callable[[], Any]) -> None:
-    assert_close(fit_together(2, make), fit(make_model(), sgd(), run_eagerly=True))
+    assert_close(fit_together(2, make), fit_alone(sgd))
 
 
 @keras3_only

@@ -1,16 +1,24 @@
-"""All that an optimizer of Keras does with gradients, in `fit` of any kind, as in one process."""
+"""All that an optimizer of Keras does with gradients comes after the reduction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import LEGACY, keras
-from tests.keras.training import adam, assert_close, fit, fit_together, make_model, sgd
+from tests.keras.training import (
+    EAGERLY,
+    adam,
+    assert_close,
+    fit,
+    fit_together,
+    make_model,
+    train,
+    train_together,
+)
 
 keras3_only = pytest.mark.skipif(LEGACY, reason="new in Keras 3")
 Wrap = Callable[..., Any]
@@ -44,7 +52,6 @@ def alone(optimizer: Any) -> Any:
 
 
 OPTIMIZERS = {
-    "momentum": lambda wrap: wrap(sgd()),
     "adam": lambda wrap: wrap(adam()),
     "weight decay": with_options(weight_decay=0.05),
     "schedule": with_options(
@@ -55,31 +62,44 @@ OPTIMIZERS = {
     "clipvalue": with_options(clipvalue=0.02),
     "average": with_options(use_ema=True, ema_momentum=0.5),
     "average in between": with_options(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "several": with_options(
+        clipnorm=0.05, weight_decay=0.05, use_ema=True, ema_overwrite_frequency=2
+    ),
     "loss scale": with_options(loss_scale_factor=8.0),
-    "loss scaler": scaled(),
     "loss scaler, clipped": scaled(clipnorm=0.05, use_ema=True, ema_momentum=0.5),
     "accumulation": with_options(gradient_accumulation_steps=2),
     "passes": in_passes,
 }
 OF_KERAS_3 = {"loss scale", "accumulation", "passes"}
+# What a loop of the user's own has no part in, or has to know of.
+ONLY_BY_FIT = {"average", "loss scale", "loss scaler, clipped"}
 
 
-# Compiled, what Keras does with each gradient by itself is one more operation of the same graph.
-BY_GRADIENT = {"weight decay", "clipnorm", "clipvalue", "average", "loss scale"}
-# By test_optimizer.py and test_loss_scaling.py.
-COMPILED_ELSEWHERE = {"adam", "average in between", "loss scaler"}
+def kinds(names: Iterable[str]) -> Any:
+    marks = {name: [keras3_only] if name in OF_KERAS_3 else [] for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in marks])
 
 
-def cases() -> Iterator[Any]:
-    for name, eagerly in product(OPTIMIZERS, (False, True)):
-        marks = [keras3_only] if name in OF_KERAS_3 else []
-        if name in BY_GRADIENT | COMPILED_ELSEWHERE and not eagerly:
-            marks.append(pytest.mark.soak)
-        yield pytest.param(name, eagerly, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "eagerly"), [*cases()])
-def test_ranks_train_as_one(name: str, eagerly: bool) -> None:
+@kinds(sorted(OPTIMIZERS.keys() - ONLY_BY_FIT))
+def test_in_a_loop_of_the_users_own(name: str) -> None:
     make = OPTIMIZERS[name]
-    found = fit_together(2, lambda: make(hvd.DistributedOptimizer), run_eagerly=eagerly)
-    assert_close(found, fit(make_model(), make(alone), run_eagerly=eagerly))
+    found = train_together(2, lambda: make(hvd.DistributedOptimizer))
+    assert_close(found, train(make_model(), make(alone)))
+
+
+@kinds(sorted(ONLY_BY_FIT))
+def test_in_eager_fit(name: str) -> None:
+    make = OPTIMIZERS[name]
+    found = fit_together(2, lambda: make(hvd.DistributedOptimizer), run_eagerly=True)
+    assert_close(found, fit(make_model(), make(alone), run_eagerly=True))
+
+
+def test_all_at_once_in_compiled_fit() -> None:
+    test_each_in_compiled_fit("several")
+
+
+@kinds(sorted(OPTIMIZERS.keys() - {"several"}))
+def test_each_in_compiled_fit(name: str) -> None:
+    make = OPTIMIZERS[name]
+    found = fit_together(2, lambda: make(hvd.DistributedOptimizer))
+    assert_close(found, fit(make_model(), make(alone), **EAGERLY))

@@ -18,14 +18,14 @@ from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
     BATCH,
+    EAGERLY,
     INPUTS,
     TARGETS,
-    WEIGHTS,
     Make,
     adam,
     assert_close,
     assert_same,
-    fit,
+    fit_alone,
     fit_together,
     gradients_of,
     make_model,
@@ -43,7 +43,6 @@ from tests.short_calls import begin, interrupted_after, until
 
 BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="a matter of TensorFlow")
-keras3_only = pytest.mark.skipif(LEGACY, reason="new in Keras 3")
 OPTIMIZERS: list[Any] = [sgd, adam]
 if LEGACY:
     OPTIMIZERS += [
@@ -96,7 +95,7 @@ def test_ctrl_c_at_any_point_of_a_small_step() -> None:
 
 @pytest.mark.parametrize(("make", "size"), list(zip(OPTIMIZERS, [2, 3, 3, 2], strict=False)))
 def test_fit(make: Make, size: int) -> None:
-    assert_close(fit_together(size, wrapped(make)), fit(make_model(), make()))
+    assert_close(fit_together(size, wrapped(make), built=False), fit_alone(make))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_fit(make: Make, size: int) -> None:
     ],
 )
 def test_fit_as_compiled(compiled: dict[str, Any]) -> None:
-    assert_close(fit_together(2, wrapped(sgd), **compiled), fit(make_model(), sgd(), **compiled))
+    assert_close(fit_together(2, wrapped(sgd), **compiled), fit_alone(sgd))
 
 
 @pytest.mark.parametrize(("make", "size"), list(zip(OPTIMIZERS, [3, 2, 2, 3], strict=False)))
@@ -149,39 +148,6 @@ def test_own_loop_in_a_function() -> None:
     assert_close(everywhere[0], numpy_of(alone.get_weights()))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)},
-        {"weight_decay": 0.05},
-        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
-        {"clipnorm": 0.05},
-        {"global_clipnorm": 0.05},
-        {"clipvalue": 0.02},
-    ],
-)
-def test_what_keras_does_to_gradients_comes_after_the_reduction(options: dict[str, Any]) -> None:
-    def make() -> Any:
-        return keras.optimizers.SGD(**{"learning_rate": 0.1, "momentum": 0.9, **options})
-
-    assert_close(train_together(2, wrapped(make)), train(make_model(), make()))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clipnorm": 0.05, "weight_decay": 0.05, "use_ema": True, "ema_overwrite_frequency": 2},
-        pytest.param({"loss_scale_factor": 8.0}, marks=keras3_only),
-        pytest.param({"gradient_accumulation_steps": 2}, marks=keras3_only),
-    ],
-)
-def test_in_fit_it_comes_after_the_reduction_too(options: dict[str, Any]) -> None:
-    def make() -> Any:
-        return keras.optimizers.SGD(**{"learning_rate": 0.1, "momentum": 0.9, **options})
-
-    assert_close(fit_together(2, wrapped(make)), fit(make_model(), make()))
-
-
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="newer than this Keras")
 def test_several_optimizers_in_one() -> None:
     def make() -> Any:
@@ -194,10 +160,13 @@ def test_several_optimizers_in_one() -> None:
 class Adversaries(keras.Model):  # type: ignore[misc]
     """Two models with an optimizer each, trained in one step."""
 
-    def __init__(self, wrap: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        wrap = hvd.DistributedOptimizer
         self.first, self.second = make_model(), make_model()
         self.optimizers = [wrap(sgd()), wrap(adam())]
+        for model, optimizer in zip((self.first, self.second), self.optimizers, strict=True):
+            optimizer.build(model.trainable_variables)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         inputs, targets = data
@@ -209,16 +178,16 @@ class Adversaries(keras.Model):  # type: ignore[misc]
 
 @tensorflow_only
 def test_several_optimizers_in_a_train_step() -> None:
-    def train(rank: int, size: int, wrap: Any) -> list[np.ndarray]:
-        model = Adversaries(wrap)
+    def train_both(rank: int) -> list[np.ndarray]:
+        model = Adversaries()
         model.compile()
-        inputs, targets = share(INPUTS, rank, size), share(TARGETS, rank, size)
-        model.fit(inputs, targets, batch_size=BATCH // size, shuffle=False, verbose=0)
+        inputs, targets = share(INPUTS, rank, 2), share(TARGETS, rank, 2)
+        model.fit(inputs, targets, batch_size=BATCH // 2, epochs=2, shuffle=False, verbose=0)
         return numpy_of([*model.first.get_weights(), *model.second.get_weights()])
 
-    everywhere = run_ranks(2, lambda rank: train(rank, 2, hvd.DistributedOptimizer))
+    everywhere = run_ranks(2, train_both)
     assert_same(everywhere)
-    assert_close(everywhere[0], train(0, 1, lambda optimizer: optimizer))
+    assert_close(everywhere[0], [*fit_alone(sgd), *fit_alone(adam)])
 
 
 def test_an_embedding() -> None:
@@ -229,19 +198,25 @@ def test_an_embedding() -> None:
         model.set_weights([np.arange(18, dtype=np.float32).reshape(9, 2) / 10])
         return model
 
-    def train(rank: int, size: int, optimizer: Any) -> list[np.ndarray]:
+    def train(rank: int, size: int, optimizer: Any, eagerly: bool) -> list[np.ndarray]:
         model = embedding()
-        model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
+        loss = keras.losses.MeanSquaredError()
+        model.compile(optimizer=optimizer, loss=loss, run_eagerly=eagerly)
         words = np.array([[0], [1], [1], [2], [5], [1], [0], [7]])[rank::size]
         model.fit(words, np.ones((8 // size, 2)), batch_size=8 // size, epochs=2, verbose=0)
         return numpy_of(model.get_weights())
 
     # Keras 3 adds up squares of rows that come several times, and not if they come as one.
-    for make, options in ((adam, {}), (sgd, {}), (sgd, {"sparse_as_dense": True})):
+    eagerly = EAGERLY["run_eagerly"]
+    for make, eager, options in (
+        (adam, eagerly, {}), (sgd, False, {}), (sgd, eagerly, {"sparse_as_dense": True})
+    ):  # fmt: skip
         optimizer = wrapped(make, **options)
-        everywhere = run_ranks(2, lambda rank, make=optimizer: train(rank, 2, make()))
+        everywhere = run_ranks(
+            2, lambda rank, make=optimizer, eager=eager: train(rank, 2, make(), eager)
+        )
         assert_same(everywhere)
-        assert_close(everywhere[0], train(0, 1, make()))
+        assert_close(everywhere[0], train(0, 1, make(), eagerly))
 
 
 # -- arguments
@@ -388,14 +363,14 @@ def test_passes_over_some_of_the_variables() -> None:
     assert run_ranks(2, train) == [[-18, -17]] * 2
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_backward_passes_per_step_of_fit(eager: bool) -> None:
+@pytest.mark.parametrize(("eager", "make"), [(False, sgd), (True, adam)])
+def test_backward_passes_per_step_of_fit(eager: bool, make: Make) -> None:
     """Two passes of half a batch, averaged, are one pass of a batch."""
 
     def train(rank: int) -> list[np.ndarray]:
         model = make_model()
         optimizer = hvd.DistributedOptimizer(
-            adam(), backward_passes_per_step=2, average_aggregated_gradients=True
+            make(), backward_passes_per_step=2, average_aggregated_gradients=True
         )
         model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), run_eagerly=eager)
         model.fit(INPUTS[rank::2], TARGETS[rank::2], batch_size=9, shuffle=False, verbose=0)
@@ -404,7 +379,7 @@ def test_backward_passes_per_step_of_fit(eager: bool) -> None:
 
     everywhere = run_ranks(2, train)
     assert_same(everywhere)
-    alone, optimizer = make_model(), keras.optimizers.Adam(0.01)
+    alone, optimizer = make_model(), make()
     optimizer.build(alone.trainable_variables)
     optimizer.iterations.assign(1)  # the passes count in Adam's correction of its bias
     gradients = gradients_of(alone, INPUTS, TARGETS)
@@ -425,12 +400,12 @@ def test_local_variables(scale: bool, expected: list[float]) -> None:
 
 
 def test_local_layers() -> None:
-    def train(rank: int) -> list[np.ndarray]:
+    def of_rank(rank: int) -> list[np.ndarray]:
         model = make_model()
         optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=model.layers[-1])
-        return fit(model, optimizer, rank, 2)
+        return train(model, optimizer, rank, 2)
 
-    first, second = run_ranks(2, train)
+    first, second = run_ranks(2, of_rank)
     assert_same([first[:2], second[:2]])
     assert all((mine != other).any() for mine, other in zip(first[2:], second[2:], strict=True))
 
@@ -583,6 +558,5 @@ def test_xla_is_left_out_and_said_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         weights = fit_together(2, wrapped(sgd), jit_compile=True)
-    assert_close(weights, fit(make_model(), sgd()))
+    assert_close(weights, fit_alone(sgd))
     assert len([each for each in caught if "XLA" in str(each.message)]) == 1
-    assert WEIGHTS[0].shape == weights[0].shape

@@ -20,6 +20,7 @@ from hvdlite.keras.subclass import Distributed
 from hvdlite.keras.variables import optimizer_variables
 from tests.keras.training import (
     BATCH,
+    EAGERLY,
     INPUTS,
     TARGETS,
     adam,
@@ -71,7 +72,7 @@ def save(optimizer: Any, path: Path) -> list[np.ndarray]:
     """Train a model with a distributed optimizer, and save it; the optimizer's variables."""
     model = make_model()
     hvd.DistributedOptimizer(optimizer)
-    model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
+    model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **EAGERLY)
     model.fit(INPUTS, TARGETS, batch_size=12, verbose=0)
     model.save(path)
     return variables_of(optimizer)
@@ -85,7 +86,7 @@ def test_load_model_goes_on_where_it_was(make: Any, ending: str, tmp_path: Path)
     def train(rank: int) -> list[np.ndarray]:
         path = tmp_path / f"{rank}{ending}"
         model = make_model()
-        fit(model, hvd.DistributedOptimizer(make()), rank, 2)
+        fit(model, hvd.DistributedOptimizer(make()), rank, 2, **EAGERLY)
         model.save(path)
         loaded = hvd.load_model(path)
         assert isinstance(loaded.optimizer, Distributed)
@@ -162,7 +163,7 @@ def test_a_step_that_has_not_ended_is_not_saved(around: bool, tmp_path: Path) ->
         optimizer = hvd.DistributedOptimizer(adam(), backward_passes_per_step=2)
         if around:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0)
-        model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
+        model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **EAGERLY)
         model.fit(INPUTS, TARGETS, batch_size=12, verbose=0)  # three passes
         model.save(path)
         loaded = keras.models.load_model(path)
@@ -215,7 +216,7 @@ def test_a_loss_scaler_that_compile_has_made(tmp_path: Path) -> None:
     def check(rank: int) -> None:
         keras.mixed_precision.set_global_policy("mixed_float16")  # of this thread
         model = make_model()
-        fit(model, hvd.DistributedOptimizer(sgd()))
+        fit(model, hvd.DistributedOptimizer(sgd()), **EAGERLY)
         model.save(path)
         with zipfile.ZipFile(path) as file:
             config = json.loads(file.read("config.json"))["compile_config"]["optimizer"]

@@ -15,8 +15,10 @@ from tests.keras.training import (
     adam,
     assert_close,
     assert_same,
-    fit,
+    fit_alone,
+    fit_together,
     make_model,
+    sgd,
     train,
     wrapped,
 )
@@ -55,12 +57,7 @@ def test_steps_reduce_as_many_times_as_there_are_segments(
 
 
 def test_fit_in_segments_is_fit() -> None:
-    everywhere = run_ranks(
-        SIZE,
-        lambda rank: fit(make_model(), wrapped(adam, segmentation="mb:-1")(), rank, SIZE),
-    )
-    assert_same(everywhere)
-    assert_close(everywhere[0], fit(make_model(), adam()))
+    assert_close(fit_together(SIZE, wrapped(sgd, segmentation="mb:-1")), fit_alone(sgd))
 
 
 def test_a_setting_holds_without_a_word() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 import hvdlite.keras as hvd
-from hvdlite.keras.framework import keras
+from hvdlite.keras.framework import LEGACY, keras
 from tests.ranks import run_ranks
 
 BACKEND = keras.backend.backend()
+# Where it does not matter how a step is run: to trace a function costs more than a few steps.
+EAGERLY = {"run_eagerly": BACKEND == "tensorflow"}
 ROWS, BATCH, WIDTH = 36, 12, 4
 _random = np.random.default_rng(0)
 INPUTS = _random.normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -51,27 +54,45 @@ def share(rows: np.ndarray, rank: int, size: int) -> np.ndarray:
     return batches[:, rank::size].reshape(-1, rows.shape[-1])
 
 
-def fit(model: Any, optimizer: Any, rank: int = 0, size: int = 1, **compiled: Any) -> Weights:
-    """Train for two epochs on this rank's part of the data."""
+def fit(
+    model: Any,
+    optimizer: Any,
+    rank: int = 0,
+    size: int = 1,
+    built: bool = not LEGACY,
+    **compiled: Any,
+) -> Weights:
+    """Train for two epochs on this rank's part of the data.
+
+    An optimizer that `fit` has to build traces its first step twice.
+    """
     model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **compiled)
+    if built:
+        model.optimizer.build(model.trainable_variables)
     inputs, targets = share(INPUTS, rank, size), share(TARGETS, rank, size)
     model.fit(inputs, targets, batch_size=BATCH // size, epochs=2, shuffle=False, verbose=0)
     return numpy_of(model.get_weights())
 
 
-def fit_together(size: int, optimizer: Make, model: Make = make_model, **compiled: Any) -> Weights:
+def fit_together(size: int, optimizer: Make, **options: Any) -> Weights:
     """The weights after the same on `size` ranks, where they must be bitwise the same."""
-    everywhere = run_ranks(size, lambda rank: fit(model(), optimizer(), rank, size, **compiled))
+    everywhere = run_ranks(size, lambda rank: fit(make_model(), optimizer(), rank, size, **options))
     assert_same(everywhere)
     return everywhere[0]
 
 
-def train(model: Any, optimizer: Any, rank: int = 0, size: int = 1) -> Weights:
-    """Train for four steps in a loop of the user's own."""
+@cache
+def fit_alone(optimizer: Make) -> Weights:
+    """What `fit` comes to in one process, by a loop over the same batches."""
+    return train(make_model(), optimizer(), steps=2 * ROWS // BATCH)
+
+
+def train(model: Any, optimizer: Any, rank: int = 0, size: int = 1, steps: int = 4) -> Weights:
+    """Train in a loop of the user's own."""
     inputs, targets = share(INPUTS, rank, size), share(TARGETS, rank, size)
     rows = BATCH // size
     apply = compiled(optimizer.stateless_apply) if BACKEND == "jax" else None
-    for step in range(4):
+    for step in range(steps):
         batch = slice(rows * (step % 3), rows * (step % 3 + 1))
         gradients = gradients_of(model, inputs[batch], targets[batch])
         if apply is None:
