@@ -18,7 +18,7 @@ from hvdlite.common.settings.config import Config
 from hvdlite.keras import DistributedOptimizer, callbacks
 from hvdlite.keras.callbacks import broadcast
 from hvdlite.keras.framework import LEGACY, keras
-from tests.keras.training import EAGERLY
+from tests.keras.training import EAGERLY, batches
 from tests.ranks import run_ranks
 
 RATE, MOMENTUM = 0.1, 0.9
@@ -40,8 +40,8 @@ def line(weights: Any, optimizer: Any, **compile_arguments: Any) -> Any:
 
 def fit(model: Any, *used: Any, **arguments: Any) -> Any:
     """Batches of one sample each, two in an epoch."""
-    known = {"batch_size": 1, "shuffle": False, "verbose": 0, **arguments}
-    return model.fit(INPUTS, TARGETS, callbacks=list(used), **known)
+    given = batches(INPUTS, TARGETS, arguments.pop("batch_size", 1))
+    return model.fit(**given, callbacks=list(used), verbose=0, **arguments)
 
 
 def sgd(rate: float = RATE, momentum: float = MOMENTUM) -> Any:
@@ -167,13 +167,9 @@ def test_the_first_step_is_that_of_the_root() -> None:
 def test_ranks_with_an_optimizer_of_their_job_train_as_one() -> None:
     def main(rank: int) -> np.ndarray:
         model = line([rank, -rank], DistributedOptimizer(sgd(0.01)), run_eagerly=False)
-        model.fit(
-            INPUTS[rank : rank + 1],
-            TARGETS[rank : rank + 1],
-            epochs=3,
-            verbose=0,
-            callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)],
-        )
+        begin = callbacks.BroadcastGlobalVariablesCallback(0)
+        rows = slice(rank, rank + 1)
+        model.fit(INPUTS[rows], TARGETS[rows], epochs=3, verbose=0, callbacks=[begin])
         return np.array(model.get_weights()[0])
 
     weights, velocity = np.zeros((2, 1)), 0.0
@@ -297,10 +293,8 @@ def trained_with_backups(
     note = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: begins.append(epoch))
     backup = [keras.callbacks.BackupAndRestore(folder)] if rank == 1 else []
     rates = keras.callbacks.LearningRateScheduler(falling)
-    model.fit(
-        INPUTS[rank : rank + 1], TARGETS[rank : rank + 1], epochs=4, verbose=0,
-        callbacks=[*backup, *used, rates, note],
-    )  # fmt: skip
+    rows = batches(INPUTS[rank : rank + 1], TARGETS[rank : rank + 1], 1)
+    model.fit(**rows, epochs=4, verbose=0, callbacks=[*backup, *used, rates, note])
     return model.get_weights()[0]
 
 
@@ -532,10 +526,9 @@ def stops(rank: int, bad: float, **arguments: Any) -> list[int]:
     optimizer = DistributedOptimizer(
         sgd(), process_set=arguments.get("process_set", global_process_set)
     )
-    line([1, 2], optimizer).fit(
-        inputs, np.tile(TARGETS, (2, 1)), batch_size=1, shuffle=False, verbose=0, epochs=2,
-        callbacks=[callbacks.TerminateOnNaN(**arguments), count],
-    )  # fmt: skip
+    used = [callbacks.TerminateOnNaN(**arguments), count]
+    rows = batches(inputs, np.tile(TARGETS, (2, 1)), 1)
+    line([1, 2], optimizer).fit(**rows, verbose=0, epochs=2, callbacks=used)
     return batches
 
 
@@ -661,10 +654,8 @@ def test_each_fit_has_its_own_number_of_steps() -> None:
         )
         for rows in (4, 8, 4):
             ones = np.ones((rows, 2), np.float32)
-            model.fit(
-                ones, ones[:, :1], batch_size=2, epochs=2, verbose=0,
-                callbacks=[schedule, given, rates],
-            )  # fmt: skip
+            used = [schedule, given, rates]
+            model.fit(**batches(ones, ones[:, :1], 2), epochs=2, verbose=0, callbacks=used)
         return rates.seen
 
     two, four = [0, 1 / 2, 1, 1 + 1 / 5], [0, 1 / 4, 1 / 2, 3 / 4, 1, 6 / 5, 7 / 5, 8 / 5]

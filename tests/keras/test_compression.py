@@ -24,15 +24,12 @@ from tests.compressors import (
     every_compressor,
 )
 from tests.keras.training import (
-    BATCH,
-    INPUTS,
-    TARGETS,
     apply_gradients,
     assert_same,
+    batches_of,
     fit,
     make_model,
     numpy_of,
-    share,
     tensor,
     variable,
     wrapped,
@@ -101,8 +98,7 @@ def test_fit_goes_on_from_the_state_of_each_rank(compressor: FeedbackCompressor)
         again = make_model()
         again.set_weights(weights)
         one = fit(again, new, rank, 2)
-        rows = share(INPUTS, rank, 2), share(TARGETS, rank, 2)
-        model.fit(*rows, batch_size=BATCH // 2, epochs=2, shuffle=False, verbose=0)
+        model.fit(**batches_of(rank, 2), epochs=2, verbose=0)
         assert_same([one, numpy_of(model.get_weights())])
         return [*numpy_of(weights), *one]
 

@@ -15,7 +15,7 @@ from hvdlite.common.base.errors import HorovodInternalError, HostsUpdatedInterru
 from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import LEGACY, keras
 from tests.elastic_job import ElasticJob, Worker
-from tests.keras.training import apply_gradients, tensor
+from tests.keras.training import apply_gradients, batches, tensor
 from tests.ranks import run_ranks
 
 BATCHES = 10
@@ -24,18 +24,18 @@ Y = X @ np.ones((3, 2), "float32")
 Seen = list[tuple[int, int]]
 
 
-def network() -> Any:
+def network(make: Any = keras.optimizers.SGD) -> Any:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    model.compile(hvd.DistributedOptimizer(make(0.01)), "mse")
     return model
 
 
-def plain() -> Any:
-    """A model for one process, as it was made: its step is traced once for all tests."""
-    model, state = traced()
-    for variable, value in state:
+def begun(batch: int = 0) -> Any:
+    """The state of a model for one process, as it was made: its step is traced once for all."""
+    model, values = traced()
+    for variable, value in values:
         variable.assign(value)
-    return model
+    return hvd.elastic.KerasState(model, epoch=0, batch=batch)
 
 
 @cache
@@ -58,7 +58,7 @@ def values(state: Any) -> list[Any]:
 
 def test_the_vectors_of_a_state() -> None:
     def main(rank: int) -> None:
-        model = network()
+        model = network(keras.optimizers.Adam)
         state = hvd.elastic.KerasState(model, step=7 + rank, round=3 + rank)
         assert state.optimizer is model.optimizer
         assert len(values(state)) >= 2 + 2 * 2  # weights, and two moments of each
@@ -93,8 +93,8 @@ def test_ranks_whose_keras_has_counted_differently_are_synchronized() -> None:
 
     def main(rank: int) -> list[Any]:
         for _ in range(rank):
-            network()
-        state = hvd.elastic.KerasState(network())
+            network(keras.optimizers.Adam)
+        state = hvd.elastic.KerasState(network(keras.optimizers.Adam))
         state.sync()
         return values(state)
 
@@ -172,8 +172,8 @@ def test_an_epoch_goes_on_where_it_was_committed(
     seen: list[Seen] = []
 
     def main(rank: int) -> int:
-        model = plain()
-        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        state = begun()
+        model = state.model
         failures = iter([(1, 3), (1, 7), (2, BATCHES - 1), None])
 
         @hvd.elastic.run
@@ -184,7 +184,7 @@ def test_an_epoch_goes_on_where_it_was_committed(
             if with_initial_epoch:
                 epochs = {"epochs": 4, "initial_epoch": state.epoch}
             callbacks = [*all_callbacks(state, order), failing]
-            model.fit(X, Y, batch_size=4, verbose=0, callbacks=callbacks, **epochs)
+            model.fit(**batches(X, Y, 4), verbose=0, callbacks=callbacks, **epochs)
             assert (state.epoch, state.batch) == (4, 0)
 
         hvd.init()
@@ -225,7 +225,7 @@ def train_three_epochs(state: Any, make: Callable[[], list[Any]], with_initial_e
         epochs = {"epochs": 3 - state.epoch}
         if with_initial_epoch:
             epochs = {"epochs": 3, "initial_epoch": state.epoch}
-        state.model.fit(X, Y, batch_size=4, verbose=0, callbacks=make(), **epochs)
+        state.model.fit(**batches(X, Y, 4), verbose=0, callbacks=make(), **epochs)
 
     train(state)
 
@@ -247,9 +247,8 @@ def test_all_callbacks_see_the_end_of_each_epoch_once(
     """The ranks change at the last commit of an epoch, also of the last one."""
 
     def main(rank: int) -> None:
-        model = plain()
-        begun = rate_of(model)
-        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        state = begun()
+        model, rate = state.model, rate_of(state.model)
         commits: list[tuple[int, int]] = []
         seen: list[Seen] = [[], []]
         original = state.commit
@@ -270,7 +269,7 @@ def test_all_callbacks_see_the_end_of_each_epoch_once(
         assert seen[0] == [(epoch, epoch * BATCHES) for epoch in (1, 2, 3)]
         assert [iterations for _, iterations in seen[1]] == [BATCHES, 2 * BATCHES, 3 * BATCHES]
         # What they changed at the end of the epoch was not undone.
-        assert rate_of(model) == begun * 0.5**6
+        assert rate_of(model) == rate * 0.5**6
 
     run_ranks(1, main)
 
@@ -280,16 +279,15 @@ def test_a_rank_lost_at_the_end_of_an_epoch_leaves_no_end_out(order: Sequence[in
     """Its last batch is made again, and what callbacks had changed is undone before."""
 
     def main(rank: int) -> tuple[Seen, float]:
-        model = plain()
-        begun = rate_of(model)
-        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        state = begun()
+        model, rate = state.model, rate_of(state.model)
         ends = Ends(state, [], fails_at=2)
         hvd.init()
         try:
             train_three_epochs(state, lambda: [*all_callbacks(state, order), ends], False)
         finally:
             hvd.shutdown()
-        return ends.seen, rate_of(model) / begun
+        return ends.seen, rate_of(model) / rate
 
     hvd.init()
     seen, ratio = main(0)
@@ -299,18 +297,18 @@ def test_a_rank_lost_at_the_end_of_an_epoch_leaves_no_end_out(order: Sequence[in
 
 def test_a_script_that_counts_epochs_itself_commits_the_last_batch_with_the_end() -> None:
     def main(rank: int) -> None:
-        model = plain()
-        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        state = begun()
+        model = state.model
         commits: list[tuple[int, int]] = []
         state.commit = lambda: commits.append((state.epoch, int(state.batch)))  # type: ignore[method-assign]
         callbacks = all_callbacks(state, (0, 1))
-        model.fit(X, Y, batch_size=4, verbose=0, callbacks=callbacks)
+        model.fit(**batches(X, Y, 4), verbose=0, callbacks=callbacks)
         assert commits == [(0, b) for b in range(BATCHES - 1)] + [(0, 0)]
 
     run_ranks(1, main)
 
 
-def batches() -> Iterator[tuple[Any, Any]]:
+def generated() -> Iterator[tuple[Any, Any]]:
     for place in range(0, len(X), 4):
         yield X[place : place + 4], Y[place : place + 4]
 
@@ -323,10 +321,10 @@ def test_an_epoch_of_unknown_length_is_repeated_with_a_warning(
     seen: list[Seen] = []
 
     def main(rank: int) -> None:
-        model = plain()
-        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        state = begun()
+        model = state.model
         signature = (tf.TensorSpec((4, 3)), tf.TensorSpec((4, 2)))
-        data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+        data = tf.data.Dataset.from_generator(generated, output_signature=signature)
         failures = iter([(0, 3), (0, 5), None])
 
         @hvd.elastic.run
@@ -355,13 +353,11 @@ def test_an_epoch_of_unknown_length_is_repeated_with_a_warning(
 
 def test_a_number_that_the_user_has_set_is_that_of_batches_done() -> None:
     def main(rank: int) -> None:
-        model = plain()
-        state = hvd.elastic.KerasState(model, epoch=0, batch=3)
+        state = begun(batch=3)
+        model = state.model
         failing = Failing(state, None)
-        model.fit(
-            X, Y, batch_size=4, epochs=2, verbose=0,
-            callbacks=[*all_callbacks(state, (0, 1, 2)), failing],
-        )  # fmt: skip
+        callbacks = [*all_callbacks(state, (0, 1, 2)), failing]
+        model.fit(**batches(X, Y, 4), epochs=2, verbose=0, callbacks=callbacks)
         assert failing.seen == [(0, b) for b in range(3, 10)] + [(1, b) for b in range(10)]
 
     run_ranks(1, main)
@@ -372,12 +368,12 @@ def test_how_often_is_committed(every: int, expected: int) -> None:
     """Every so many batches, counted through `fit`, and at the end of each epoch, never twice."""
 
     def main(rank: int) -> int:
-        model = plain()
-        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        state = begun()
+        model = state.model
         count: list[Any] = []
         state.commit = lambda: count.append((state.epoch, int(state.batch)))  # type: ignore[method-assign]
         callbacks = all_callbacks(state, (0, 1, 2), every)
-        model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+        model.fit(**batches(X, Y, 4), epochs=2, verbose=0, callbacks=callbacks)
         assert count[-1] == (2, 0) and (1, 0) in count
         return len(count)
 
@@ -386,15 +382,15 @@ def test_how_often_is_committed(every: int, expected: int) -> None:
 
 def test_early_stopping_is_not_undone() -> None:
     def main(rank: int) -> None:
-        model = plain()
-        state = hvd.elastic.KerasState(model, epoch=0, batch=6)
+        state = begun(batch=6)
+        model = state.model
 
         class Stop(keras.callbacks.Callback):  # type: ignore[misc]
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 self.model.stop_training = True
 
         callbacks = [Stop(), *all_callbacks(state, (0, 1, 2))]
-        model.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=callbacks)
+        model.fit(**batches(X, Y, 4), epochs=3, verbose=0, callbacks=callbacks)
         assert state.epoch == 1
 
     run_ranks(1, main)
@@ -416,10 +412,8 @@ def test_a_model_that_was_traced_alone_reduces_when_ranks_have_come() -> None:
         def train(state: Any) -> None:
             part = slice(hvd.rank(), None, hvd.size())
             callbacks = [*all_callbacks(state, (0, 1, 2)), Grow()]
-            model.fit(
-                X[part], Y[part], batch_size=4 // hvd.size(), epochs=2 - state.epoch, verbose=0,
-                shuffle=False, callbacks=callbacks,
-            )  # fmt: skip
+            rows = batches(X[part], Y[part], 4 // hvd.size())
+            model.fit(**rows, epochs=2 - state.epoch, verbose=0, callbacks=callbacks)
 
         train(state)
         return values(state)
@@ -451,10 +445,8 @@ def test_fit_loses_and_gains_ranks() -> None:
         @hvd.elastic.run
         def train(state: Any) -> None:
             callbacks = [*all_callbacks(state, (0, 1, 2)), Events(worker, state)]
-            model.fit(
-                X, Y, batch_size=4, epochs=4 - state.epoch, verbose=0, shuffle=False,
-                callbacks=callbacks,
-            )  # fmt: skip
+            rows = batches(X, Y, 4)
+            model.fit(**rows, epochs=4 - state.epoch, verbose=0, callbacks=callbacks)
 
         train(state)
         return values(state), state.epoch, int(model.optimizer.iterations.numpy())

@@ -6,8 +6,8 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras import framework
-from hvdlite.keras.framework import keras
-from tests.keras.training import sgd
+from hvdlite.keras.framework import LEGACY, keras
+from tests.keras.training import BACKEND, sgd
 from tests.ranks import run_ranks
 
 
@@ -38,3 +38,25 @@ def test_another_backend() -> None:
 def test_no_other_names() -> None:
     with pytest.raises(AttributeError, match="elastique"):
         _ = hvd.elastique
+
+
+@pytest.mark.skipif(LEGACY, reason="keras.distribution is of Keras 3")
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX cuts over its devices, of which a rank has one")
+def test_model_parallel_leaves_variables_whole() -> None:
+    """So parts of models are not sharded."""
+    distribution = keras.distribution
+    mesh = distribution.DeviceMesh((1, 2), ("batch", "model"), devices=["cpu:0", "cpu:1"])
+    layouts = distribution.LayoutMap(mesh)
+    layouts[".*kernel"] = (None, "model")
+    with distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch").scope():
+        layer = keras.layers.Dense(4)
+        layer.build((None, 6))
+    assert tuple(layer.kernel.shape) == tuple(layer.kernel.value.shape) == (6, 4)
+    kind = type(layer.kernel.value).__name__
+    assert kind in ("ResourceVariable", "Parameter"), kind
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a matter of PyTorch")
+def test_keras_has_no_devices_with_pytorch() -> None:
+    with pytest.raises((AttributeError, NotImplementedError)):
+        keras.distribution.list_devices()

@@ -11,7 +11,7 @@ import hvdlite.keras as hvd
 from hvdlite.common.iterations.rows import IterationRow, read_rows
 from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import keras
-from tests.keras.training import BATCH, EAGERLY, INPUTS, ROWS, TARGETS, make_model, sgd
+from tests.keras.training import BATCH, EAGERLY, ROWS, batches_of, make_model, sgd
 from tests.ranks import run_ranks
 
 STEPS = ROWS // BATCH
@@ -22,7 +22,7 @@ def fit(*callbacks: Any, **compiled: Any) -> None:
     model = make_model()
     model.compile(optimizer=hvd.DistributedOptimizer(sgd()), loss="mse", **compiled)
     given = {"callbacks": list(callbacks)} if callbacks else {}
-    model.fit(INPUTS, TARGETS, batch_size=BATCH, epochs=2, verbose=0, **given)
+    model.fit(**batches_of(0, 1), epochs=2, verbose=0, **given)
 
 
 def check(rows: list[IterationRow], number: int = 2 * STEPS) -> None:

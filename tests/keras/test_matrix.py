@@ -77,7 +77,9 @@ ONLY_BY_FIT = {"average", "loss scale", "loss scaler, clipped"}
 
 def kinds(names: Iterable[str]) -> Any:
     marks = {name: [keras3_only] if name in OF_KERAS_3 else [] for name in names}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in marks])
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=marks[name]) for name in marks]
+    )
 
 
 @kinds(sorted(OPTIMIZERS.keys() - ONLY_BY_FIT))

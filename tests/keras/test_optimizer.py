@@ -17,7 +17,6 @@ from hvdlite.common.runtime.current import current
 from hvdlite.common.settings.config import Config
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
-    BATCH,
     EAGERLY,
     INPUTS,
     TARGETS,
@@ -25,13 +24,14 @@ from tests.keras.training import (
     adam,
     assert_close,
     assert_same,
+    batches,
+    batches_of,
     fit_alone,
     fit_together,
     gradients_of,
     make_model,
     numpy_of,
     sgd,
-    share,
     tensor,
     train,
     train_together,
@@ -181,8 +181,7 @@ def test_several_optimizers_in_a_train_step() -> None:
     def train_both(rank: int) -> list[np.ndarray]:
         model = Adversaries()
         model.compile()
-        inputs, targets = share(INPUTS, rank, 2), share(TARGETS, rank, 2)
-        model.fit(inputs, targets, batch_size=BATCH // 2, epochs=2, shuffle=False, verbose=0)
+        model.fit(**batches_of(rank, 2), epochs=2, verbose=0)
         return numpy_of([*model.first.get_weights(), *model.second.get_weights()])
 
     everywhere = run_ranks(2, train_both)
@@ -373,7 +372,7 @@ def test_backward_passes_per_step_of_fit(eager: bool, make: Make) -> None:
             make(), backward_passes_per_step=2, average_aggregated_gradients=True
         )
         model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), run_eagerly=eager)
-        model.fit(INPUTS[rank::2], TARGETS[rank::2], batch_size=9, shuffle=False, verbose=0)
+        model.fit(**batches(INPUTS[rank::2], TARGETS[rank::2], 9), verbose=0)
         assert passes_of(optimizer) == 2
         return numpy_of(model.get_weights())
 

@@ -19,18 +19,15 @@ from hvdlite.keras.framework import LEGACY, keras
 from hvdlite.keras.subclass import Distributed
 from hvdlite.keras.variables import optimizer_variables
 from tests.keras.training import (
-    BATCH,
     EAGERLY,
-    INPUTS,
-    TARGETS,
     adam,
     assert_close,
     assert_same,
+    batches_of,
     fit,
     make_model,
     numpy_of,
     sgd,
-    share,
 )
 from tests.ranks import run_ranks
 
@@ -73,7 +70,7 @@ def save(optimizer: Any, path: Path) -> list[np.ndarray]:
     model = make_model()
     hvd.DistributedOptimizer(optimizer)
     model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **EAGERLY)
-    model.fit(INPUTS, TARGETS, batch_size=12, verbose=0)
+    model.fit(**batches_of(0, 1), verbose=0)
     model.save(path)
     return variables_of(optimizer)
 
@@ -95,7 +92,7 @@ def test_load_model_goes_on_where_it_was(make: Any, ending: str, tmp_path: Path)
         ):
             np.testing.assert_array_equal(mine, other)
         for each in (model, loaded):
-            each.fit(INPUTS[rank::2], TARGETS[rank::2], batch_size=6, shuffle=False, verbose=0)
+            each.fit(**batches_of(rank, 2), verbose=0)
         assert_close(numpy_of(loaded.get_weights()), numpy_of(model.get_weights()))
         return numpy_of(loaded.get_weights())
 
@@ -115,14 +112,13 @@ def test_one_rank_loads_what_the_others_build(tmp_path: Path) -> None:
         else:
             model = make_model()
             model.compile(hvd.DistributedOptimizer(adam()), keras.losses.MeanSquaredError())
-        rows = share(INPUTS, rank, 2), share(TARGETS, rank, 2)
         begin = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
-        model.fit(*rows, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=[begin])
+        model.fit(**batches_of(rank, 2), verbose=0, callbacks=[begin])
         return numpy_of(model.get_weights())
 
     found = run_ranks(2, main, config=Config(check_weights=1))
     assert_same(found)
-    saved.fit(INPUTS, TARGETS, batch_size=BATCH, shuffle=False, verbose=0)
+    saved.fit(**batches_of(0, 1), verbose=0)
     assert_close(found[0], numpy_of(saved.get_weights()))
 
 
@@ -164,13 +160,13 @@ def test_a_step_that_has_not_ended_is_not_saved(around: bool, tmp_path: Path) ->
         if around:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0)
         model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **EAGERLY)
-        model.fit(INPUTS, TARGETS, batch_size=12, verbose=0)  # three passes
+        model.fit(**batches_of(0, 1), verbose=0)  # three passes
         model.save(path)
         loaded = keras.models.load_model(path)
         kept = numpy_of(optimizer_variables(model.optimizer))
         for mine, other in zip(variables_of(loaded.optimizer), kept, strict=True):
             np.testing.assert_array_equal(mine, other)
-        loaded.fit(INPUTS, TARGETS, verbose=0)
+        loaded.fit(**batches_of(0, 1), verbose=0)
         model.load_weights(path)
 
     run_ranks(1, check)
@@ -228,6 +224,6 @@ def test_a_loss_scaler_that_compile_has_made(tmp_path: Path) -> None:
             variables_of(loaded.optimizer), variables_of(model.optimizer), strict=True
         ):
             np.testing.assert_array_equal(mine, other)
-        loaded.fit(INPUTS, TARGETS, verbose=0)
+        loaded.fit(**batches_of(0, 1), verbose=0)
 
     run_ranks(1, check)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ from tests.keras.training import (
     TARGETS,
     assert_close,
     assert_same,
+    batches_of,
     fit,
     make_model,
     numpy_of,
     sgd,
-    share,
     tensor,
     train,
     variable,
@@ -33,6 +33,7 @@ BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="a matter of TensorFlow")
 keras3_only = pytest.mark.skipif(LEGACY, reason="new in Keras 3")
 keras2_only = pytest.mark.skipif(not LEGACY, reason="not in Keras 3")
+RATE = () if LEGACY else (tensor(1.0),)
 
 Path = Callable[[Any, Any, Any], Any]  # of an optimizer, a gradient and its variable
 
@@ -70,51 +71,56 @@ def on_ranks(make: Callable[[], Any], path: Path, refused: str | None = None) ->
     run_ranks(2, step)
 
 
-REDUCED: dict[str, Path] = {
-    "apply_gradients": lambda optimizer, gradient, weights: optimizer.apply_gradients(
-        [(gradient, weights)]
+def inside_a_scaler() -> Any:
+    return keras.optimizers.LossScaleOptimizer(plain())
+
+
+BOTH = (plain, legacy)[: 2 if LEGACY else 1]
+KERAS_2, KERAS_3 = (BOTH, ()) if LEGACY else ((), BOTH)
+# What makes the optimizers, and what is called.
+REDUCED: dict[str, tuple[Sequence[Callable[[], Any]], Path]] = {
+    "apply_gradients": (BOTH, lambda own, *pair: own.apply_gradients([pair])),
+    "an iterator": (BOTH, lambda own, *pair: own.apply_gradients(iter([pair]))),
+    "a copy from its config": (
+        BOTH, lambda own, *pair: type(own).from_config(own.get_config()).apply_gradients([pair])
     ),
-    "an iterator": lambda optimizer, gradient, weights: optimizer.apply_gradients(
-        iter([(gradient, weights)])
+    "another of its class": (
+        BOTH, lambda own, *pair: type(own)(learning_rate=1.0).apply_gradients([pair])
     ),
-    "a copy from its config": lambda optimizer, gradient, weights: optimizer.__class__.from_config(
-        optimizer.get_config()
-    ).apply_gradients([(gradient, weights)]),
-    "another of its class": lambda optimizer, gradient, weights: type(optimizer)(
-        learning_rate=1.0
-    ).apply_gradients([(gradient, weights)]),
-}
+    "a method of its own": (
+        [lambda: Own(1.0)], lambda own, *pair: own.apply_gradients([pair])
+    ),
+    "apply": (KERAS_3, lambda own, gradient, weights: own.apply([gradient], [weights])),
+    "apply without variables": (KERAS_3, lambda own, gradient, weights: own.apply([gradient])),
+    "apply_gradients of the class": (
+        KERAS_3, lambda own, *pair: keras.optimizers.SGD.apply_gradients(own, [pair])
+    ),
+    "the optimizer inside": (
+        [inside_a_scaler] if KERAS_3 else [],
+        lambda own, gradient, weights: own.inner_optimizer.apply([gradient], [weights]),
+    ),
+    "without Keras' aggregation": (
+        KERAS_2,
+        lambda own, *pair: own.apply_gradients([pair], experimental_aggregate_gradients=False),
+    ),
+    "skipping Keras' aggregation": (
+        KERAS_2[:1],
+        lambda own, *pair: own.apply_gradients([pair], skip_gradients_aggregation=True),
+    ),
+    "minimize": (
+        KERAS_2,
+        lambda own, gradient, weights: own.minimize(lambda: weights * gradient, [weights]),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REDUCED)
-@pytest.mark.parametrize("make", [plain, pytest.param(legacy, marks=keras2_only)])
-def test_ways_that_reduce(make: Callable[[], Any], name: str) -> None:
-    on_ranks(make, REDUCED[name])
-
-
-def test_an_optimizer_with_a_method_of_its_own() -> None:
-    on_ranks(lambda: Own(1.0), REDUCED["apply_gradients"])
-
-
-@keras3_only
-@pytest.mark.parametrize("with_variables", [True, False])
-def test_apply(with_variables: bool) -> None:
-    on_ranks(
-        plain,
-        lambda optimizer, gradient, weights: optimizer.apply(
-            [gradient], *([[weights]] if with_variables else [])
-        ),
-    )
-
-
-@keras3_only
-def test_apply_gradients_of_the_wrapped_class() -> None:
-    on_ranks(
-        plain,
-        lambda optimizer, gradient, weights: keras.optimizers.SGD.apply_gradients(
-            optimizer, [(gradient, weights)]
-        ),
-    )
+def test_ways_that_reduce(name: str) -> None:
+    makes, path = REDUCED[name]
+    if not makes:
+        pytest.skip("a matter of another Keras")
+    for make in makes:
+        on_ranks(make, path)
 
 
 @keras3_only
@@ -162,14 +168,6 @@ def test_the_optimizer_that_was_given_is_the_one_that_was_returned() -> None:
     run_ranks(2, step)
 
 
-@keras3_only
-def test_the_optimizer_inside_a_wrapped_one() -> None:
-    on_ranks(
-        lambda: keras.optimizers.LossScaleOptimizer(plain()),
-        lambda optimizer, gradient, weights: optimizer.inner_optimizer.apply([gradient], [weights]),
-    )
-
-
 @tensorflow_only
 def test_gradients_that_a_tape_has_reduced_are_reduced_once_more() -> None:
     import tensorflow as tf
@@ -187,92 +185,48 @@ def test_gradients_that_a_tape_has_reduced_are_reduced_once_more() -> None:
     run_ranks(2, step)
 
 
-@keras2_only
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [(plain, {"skip_gradients_aggregation": True}), (legacy, {}), (plain, {})],
-)
-def test_gradients_that_keras_2_is_not_to_aggregate(make: Any, options: dict[str, Any]) -> None:
-    options = options or {"experimental_aggregate_gradients": False}
-    on_ranks(
-        make,
-        lambda optimizer, gradient, weights: optimizer.apply_gradients(
-            [(gradient, weights)], **options
-        ),
-    )
-
-
-@keras2_only
-@pytest.mark.parametrize("make", [plain, legacy])
-def test_minimize(make: Callable[[], Any]) -> None:
-    on_ranks(
-        make,
-        lambda optimizer, gradient, weights: optimizer.minimize(
-            lambda: weights * gradient, [weights]
-        ),
-    )
-
-
 # -- what lies behind apply()
 
 
-REFUSED: dict[str, Path] = {
-    "update_step": lambda optimizer, gradient, weights: optimizer.update_step(
-        gradient, weights, tensor(1.0)
+# By the method that refuses: what makes the optimizers, and what is called.
+REFUSED: dict[str, tuple[Any, Path]] = {
+    "update_step": (plain, lambda own, *pair: own.update_step(*pair, *RATE)),
+    **(
+        {
+            "_internal_apply_gradients": (
+                plain, lambda own, *pair: keras.optimizers.SGD.apply_gradients(own, [pair])
+            ),
+            "_resource_apply_dense": (legacy, lambda own, *pair: own._resource_apply_dense(*pair)),
+            "_distributed_apply": (
+                legacy, lambda own, *pair: keras.optimizers.legacy.SGD.apply_gradients(own, [pair])
+            ),
+        }
+        if LEGACY
+        else {
+            "_backend_update_step": (
+                plain,
+                lambda own, gradient, weights: own._backend_update_step(
+                    [gradient], [weights], *RATE
+                ),
+            ),
+            "_backend_apply_gradients": (
+                plain,
+                lambda own, gradient, weights: keras.optimizers.SGD.apply(
+                    own, [gradient], [weights]
+                ),
+            ),
+        }
     ),
-    "_backend_update_step": lambda optimizer, gradient, weights: optimizer._backend_update_step(
-        [gradient], [weights], tensor(1.0)
-    ),
-    "_backend_apply_gradients": lambda optimizer, gradient, weights: keras.optimizers.SGD.apply(
-        optimizer, [gradient], [weights]
-    ),
-}
+}  # fmt: skip
+if BACKEND == "torch":
+    REFUSED["_parallel_update_step"] = (
+        plain, lambda own, gradient, weights: own._parallel_update_step([gradient], [weights], 1.0)
+    )  # fmt: skip
 
 
-@keras3_only
 @pytest.mark.parametrize("name", REFUSED)
 def test_ways_that_are_refused(name: str) -> None:
-    on_ranks(plain, REFUSED[name], refused=name)
-
-
-@keras3_only
-@pytest.mark.skipif(BACKEND != "torch", reason="a matter of PyTorch")
-def test_parallel_update_step_is_refused() -> None:
-    on_ranks(
-        plain,
-        lambda optimizer, gradient, weights: optimizer._parallel_update_step(
-            [gradient], [weights], 1.0
-        ),
-        refused="_parallel_update_step",
-    )
-
-
-@keras2_only
-def test_ways_that_are_refused_with_keras_2() -> None:
-    on_ranks(
-        plain,
-        lambda optimizer, gradient, weights: optimizer.update_step(gradient, weights),
-        refused="update_step",
-    )
-    on_ranks(
-        plain,
-        lambda optimizer, gradient, weights: keras.optimizers.SGD.apply_gradients(
-            optimizer, [(gradient, weights)]
-        ),
-        refused="_internal_apply_gradients",
-    )
-    on_ranks(
-        legacy,
-        lambda optimizer, gradient, weights: optimizer._resource_apply_dense(gradient, weights),
-        refused="_resource_apply_dense",
-    )
-    on_ranks(
-        legacy,
-        lambda optimizer, gradient, weights: keras.optimizers.legacy.SGD.apply_gradients(
-            optimizer, [(gradient, weights)]
-        ),
-        refused="_distributed_apply",
-    )
+    on_ranks(*REFUSED[name], refused=name)
 
 
 @keras2_only
@@ -290,7 +244,7 @@ def test_an_optimizer_that_keras_2_would_replace(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])
-@pytest.mark.parametrize("make", [plain, pytest.param(legacy, marks=keras2_only)])
+@pytest.mark.parametrize("make", BOTH)
 def test_copies_are_refused(make: Callable[[], Any], make_copy: Any) -> None:
     def wrap(rank: int) -> None:
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
@@ -303,8 +257,7 @@ def test_one_rank_has_no_others_to_ask() -> None:
     def step(rank: int) -> None:
         weights, optimizer = variable([0]), hvd.DistributedOptimizer(plain())
         optimizer.build([weights])
-        arguments = () if LEGACY else (tensor(1.0),)
-        optimizer.update_step(tensor([1.0]), weights, *arguments)
+        optimizer.update_step(tensor([1.0]), weights, *RATE)
         np.testing.assert_array_equal(weights.numpy(), [-1])
 
     run_ranks(1, step)
@@ -320,8 +273,7 @@ def test_an_optimizer_that_is_wrapped_after_it_was_trained_with() -> None:
         model = make_model()
         fit(model, keras.optimizers.SGD(0.1), 0, 2)  # the same on all ranks
         hvd.DistributedOptimizer(model.optimizer)
-        inputs, targets = share(INPUTS, rank, 2), share(TARGETS, rank, 2)
-        model.fit(inputs, targets, batch_size=6, shuffle=False, verbose=0)
+        model.fit(**batches_of(rank, 2), verbose=0)
         return numpy_of(model.get_weights())
 
     everywhere = run_ranks(2, in_both)

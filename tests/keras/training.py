@@ -69,9 +69,25 @@ def fit(
     model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **compiled)
     if built:
         model.optimizer.build(model.trainable_variables)
-    inputs, targets = share(INPUTS, rank, size), share(TARGETS, rank, size)
-    model.fit(inputs, targets, batch_size=BATCH // size, epochs=2, shuffle=False, verbose=0)
+    model.fit(**batches_of(rank, size), epochs=2, verbose=0)
     return numpy_of(model.get_weights())
+
+
+def batches(inputs: np.ndarray, targets: np.ndarray, rows: int) -> dict[str, Any]:
+    """Arguments of `fit` for batches of so many rows.
+
+    For arrays it would have functions of TensorFlow traced, which takes longer than to train.
+    """
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return {"x": tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(rows)}
+    return {"x": inputs, "y": targets, "batch_size": rows, "shuffle": False}
+
+
+def batches_of(rank: int, size: int) -> dict[str, Any]:
+    """Arguments of `fit` for this rank's part of all batches."""
+    return batches(share(INPUTS, rank, size), share(TARGETS, rank, size), BATCH // size)
 
 
 def fit_together(size: int, optimizer: Make, **options: Any) -> Weights:

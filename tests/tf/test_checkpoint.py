@@ -126,7 +126,7 @@ def test_inference_is_whole(tmp_path: Path) -> None:
 def test_values_are_not_read_while_a_graph_is_built(tmp_path: Path) -> None:
     variable = tf.Variable(1.0)
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def save() -> None:
         hvd.checkpoint.save(tmp_path / "it", {"w": variable})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,15 @@ def session(function: Collectives, inputs: list[Array]) -> list[Any]:
 
 
 MODES = [eager, graph, unknown_shapes, branch, session]
+REDUCTIONS = [(dtype, op) for dtype in DTYPES for op in OPS if not meaningless(op, dtype)]
+
+
+def reductions(mode: Any) -> list[tuple[str, str]]:
+    """In a graph by default those of one axis each: what computes is the same as eagerly."""
+    chosen = [each for each in REDUCTIONS if each[1] == "Sum" or each[0] in ("int32", "float32")]
+    return chosen if mode is graph else REDUCTIONS
+
+
 # One rank takes the same way through all of them.
 CASES = [
     *(pytest.param(mode, 3, id=f"3-{mode.__name__}") for mode in MODES),
@@ -108,8 +118,7 @@ def test_allreduce(mode: Any, size: int) -> None:
     # One graph for many cases: to build them takes the time.
     cases = [
         (dtype, op, SHAPES[index % len(SHAPES)])
-        for index, (dtype, op) in enumerate((d, o) for d in DTYPES for o in OPS)
-        if not meaningless(op, dtype)
+        for index, (dtype, op) in enumerate(reductions(mode))
     ]
 
     def main(rank: int) -> None:
@@ -130,6 +139,8 @@ def test_allreduce(mode: Any, size: int) -> None:
 
 @cases
 def test_the_other_collectives(mode: Any, size: int) -> None:
+    dtypes = DTYPES[::3] if mode is graph else DTYPES
+
     def main(rank: int) -> None:
         def function(tensors: Sequence[Any]) -> list[Any]:
             outputs = []
@@ -145,8 +156,8 @@ def test_the_other_collectives(mode: Any, size: int) -> None:
         def rows(each: int, dtype: str) -> Array:
             return values(each, (size + each, 2), dtype)
 
-        results = iter(mode(function, [rows(rank, dtype) for dtype in DTYPES]))
-        for dtype in DTYPES:
+        results = iter(mode(function, [rows(rank, dtype) for dtype in dtypes]))
+        for dtype in dtypes:
             everybodys = [rows(each, dtype) for each in range(size)]
             assert_same(next(results), np.concatenate(everybodys))
             assert_same(next(results), everybodys[-1][:0])
@@ -159,7 +170,7 @@ def test_the_other_collectives(mode: Any, size: int) -> None:
 
 @cases
 def test_reducescatter(mode: Any, size: int) -> None:
-    cases = [(dtype, op) for dtype in DTYPES for op in OPS if not meaningless(op, dtype)]
+    cases = reductions(mode)
 
     def main(rank: int) -> None:
         def function(tensors: Sequence[Any]) -> list[Any]:
@@ -280,17 +291,15 @@ def test_slices_are_gathered(mode: Any) -> None:
     run_ranks(2, main)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mode"),
-    [
-        (dtype, MODES[n % len(MODES)])
-        for n, dtype in enumerate(DTYPES)
-        if dtype not in ("bool", "int64")
-    ]
-    + [("int64", mode) for mode in MODES],
-)
-def test_the_average_of_slices_is_a_true_division(dtype: str, mode: Any) -> None:
+@modes
+def test_the_average_of_slices_is_a_true_division(mode: Any) -> None:
+    dtypes = DTYPES[1:] if mode is eager else ["int16", "int64", "float16"]
+
     def main(rank: int) -> None:
+        for dtype in dtypes:
+            check(rank, dtype)
+
+    def check(rank: int, dtype: str) -> None:
         def function(tensors: Sequence[Any]) -> list[Any]:
             slices = tf.IndexedSlices(tensors[0], tf.constant([0, 3]), tf.constant([9, 2]))
             alone = hvd.allreduce(slices)
@@ -394,20 +403,16 @@ NO_SET: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("number", [None, 7])
-@pytest.mark.parametrize("form", NO_SET)
-def test_a_process_set_that_does_not_exist(form: str, number: int | None) -> None:
+def test_a_process_set_that_does_not_exist(number: int | None) -> None:
     """The call is refused, also the one that builds a graph."""
 
     def main(rank: int) -> None:
         unknown = hvd.ProcessSet([0, 1])
         unknown.process_set_id = number
-        with pytest.raises(ValueError, match="Process set provided does not exist"):
-            NO_SET[form](unknown)
-        with (
-            tf.Graph().as_default(),
-            pytest.raises(ValueError, match="Process set provided does not exist"),
-        ):
-            NO_SET[form](unknown)
+        for call in NO_SET.values():
+            for where in (nullcontext(), tf.Graph().as_default()):
+                with where, pytest.raises(ValueError, match="Process set provided does not exist"):
+                    call(unknown)
         hvd.allreduce(tf.ones(2))
 
     run_ranks(2, main)
@@ -526,18 +531,16 @@ MISMATCHES: dict[str, tuple[str, Callable[[Any, int], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", [eager, graph, session], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_ranks_that_disagree(mode: Any, what: str) -> None:
+def test_ranks_that_disagree(what: str) -> None:
     text, call = MISMATCHES[what]
 
     def main(rank: int) -> None:
-        error = errors_of(mode, lambda t: [call(t[0], rank)], [np.zeros(2, np.float32)])
-        assert isinstance(error, tf.errors.FailedPreconditionError), error
-        assert text in str(error)
-        assert "rank 0" in str(error)
-        assert "rank 1" in str(error)
-        assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == 2.0  # the job goes on
+        for mode in (eager, graph, session):
+            error = errors_of(mode, lambda t: [call(t[0], rank)], [np.zeros(2, np.float32)])
+            assert isinstance(error, tf.errors.FailedPreconditionError), error
+            assert all(each in str(error) for each in (text, "rank 0", "rank 1")), error
+            assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == 2.0  # the job goes on
 
     run_ranks(2, main)
 
@@ -554,15 +557,15 @@ WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", [eager, graph, session], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments(mode: Any, what: str) -> None:
+def test_wrong_arguments(what: str) -> None:
     text, call = WRONG[what]
 
     def main(rank: int) -> None:
-        error = errors_of(mode, lambda t: [call(t[0])], [np.zeros(2, np.float32)])
-        assert isinstance(error, tf.errors.InvalidArgumentError), error
-        assert text in str(error)
+        for mode in (eager, graph, session):
+            error = errors_of(mode, lambda t: [call(t[0])], [np.zeros(2, np.float32)])
+            assert isinstance(error, tf.errors.InvalidArgumentError), error
+            assert text in str(error)
 
     run_ranks(2, main)
 

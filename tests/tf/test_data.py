@@ -15,6 +15,7 @@ from hvdlite.tf.data import Remainder, shard
 from tests.ranks import run_ranks
 
 SIZES = [1, 2, 3]
+COUNTS = {1: (0, 3), 2: (0, 1, 4, 5), 3: (0, 1, 2, 3, 7, 8)}  # Of elements, by the number of ranks.
 REMAINDERS: list[Remainder] = ["drop", "pad"]
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -53,13 +54,13 @@ def elements(dataset: tf.data.Dataset) -> list[Any]:
     return [each.tolist() for each in dataset.as_numpy_iterator()]
 
 
-@pytest.mark.parametrize("make", [known, generated, filtered])
+@pytest.mark.parametrize("make", [known, filtered])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("remainder", REMAINDERS)
 def test_each_rank_gets_its_elements(
     make: Callable[[int], tf.data.Dataset], size: int, remainder: Remainder
 ) -> None:
-    for count in (0, 1, 2, 3, 4, 5, 9):
+    for count in COUNTS[size]:
         if make is known and remainder == "drop" and 0 < count < size:
             continue  # refused
         for rank in range(size):
@@ -102,11 +103,10 @@ STRUCTURES: list[Callable[[tf.Tensor], Any]] = [
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_elements_of_any_structure_and_shape(structure: Callable[[tf.Tensor], Any]) -> None:
     dataset = generated(5).map(structure)
-    for rank in range(3):
-        own = shard(dataset, "pad", rank=rank, size=3)
-        assert own.element_spec == dataset.element_spec
-        got = [plain(each) for each in own]
-        assert got == oracle([plain(each) for each in dataset], "pad", rank, 3)
+    own = shard(dataset, "pad", rank=1, size=2)
+    assert own.element_spec == dataset.element_spec
+    got = [plain(each) for each in own]
+    assert got == oracle([plain(each) for each in dataset], "pad", 1, 2)
 
 
 def plain(element: Any) -> Any:
@@ -152,23 +152,23 @@ def test_an_infinite_dataset_is_divided() -> None:
 
 def test_in_a_function() -> None:
     @tf.function
-    def total(rank: int) -> tf.Tensor:
+    def total() -> tf.Tensor:
         sums = tf.zeros([], tf.int64)
-        for number in shard(tf.data.Dataset.range(8), "pad", rank=rank, size=3):
+        for number in shard(tf.data.Dataset.range(8), "pad", rank=2, size=3):
             sums += number
         return sums
 
-    assert [int(total(rank)) for rank in range(3)] == [0 + 3 + 6, 1 + 4 + 7, 2 + 5 + 6]
+    assert int(total()) == 2 + 5 + 6
 
 
 @pytest.mark.parametrize("make", [known, generated])
 def test_keras_takes_the_same_number_of_steps_on_all_ranks(
     make: Callable[[int], tf.data.Dataset],
 ) -> None:
-    for rank in range(3):
+    for rank in (0, 2):
         own = shard(make(25), "drop", rank=rank, size=3).map(features).batch(2)
         model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-        model.compile(optimizer="sgd", loss="mse")
+        model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
         steps = Steps()
         model.fit(own, epochs=2, verbose=0, shuffle=False, callbacks=[steps])
         assert steps.seen == [0, 1, 2, 3] * 2  # 8 of 25 elements for each, in batches of 2, twice

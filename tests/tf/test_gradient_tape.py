@@ -297,3 +297,30 @@ def test_before_init() -> None:
         hvd.size()
     with pytest.raises(tf.errors.OpError, match="has not been initialized"):
         tf.function(hvd.allreduce)(variable)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_the_iterations_of_a_loop_are_traced(graph: bool) -> None:
+    def main(rank: int) -> None:
+        weight = tf.Variable(tf.ones((4, 3)))
+
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.matmul(tf.ones((2, 4)), weight) ** 2)
+            (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [weight])
+            weight.assign_sub(0.1 * gradient)
+
+        train = tf.function(step) if graph else step
+        with hvd.trace_iterations() as trace:
+            for _ in range(3):
+                with trace.iteration():
+                    train()
+            rows = trace.rows()
+        assert [row.iteration for row in rows] == [0, 1, 2]
+        for row in rows:
+            assert row.bp_end is not None
+            (segment,) = row.segments
+            assert row.fp_start < row.bp_end <= segment.start < segment.end < row.iteration_end
+            assert segment.bytes == 48 and row.overlap == 0
+
+    run_ranks(2, main)

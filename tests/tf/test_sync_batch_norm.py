@@ -80,7 +80,7 @@ def test_forward_and_backward(
     inputs, upstream = ([whole(shape, seed + n, dtype) for n in range(2)] for seed in (0, 10))
     if mixed:
         upstream = [tf.cast(each, tf.bfloat16).numpy() for each in upstream]
-    expected = run(reference(**options), mode, inputs, upstream, [None, None])
+    expected = run(reference(**options), "eager", inputs, upstream, [None, None])
 
     def main(rank: int) -> list[Any]:
         mine, theirs = ([each[part(rank)] for each in whole] for whole in (inputs, upstream))

@@ -245,7 +245,7 @@ def test_keras_fits_on_the_device(fake: Fake, monkeypatch: pytest.MonkeyPatch, p
     if tf.keras.__version__.startswith("2.") or tf.keras.backend.backend() != "tensorflow":
         pytest.skip("Keras 3 does not run on TensorFlow here")
     from hvdlite.keras import DistributedOptimizer
-    from tests.keras.training import assert_close, assert_same, fit, make_model, sgd
+    from tests.keras.training import assert_close, assert_same, fit, fit_alone, make_model, sgd
 
     monkeypatch.setenv(SETTING, path)
 
@@ -256,7 +256,7 @@ def test_keras_fits_on_the_device(fake: Fake, monkeypatch: pytest.MonkeyPatch, p
 
     results = on_nccl(fake, main, monkeypatch)
     assert_same(results)
-    assert_close(results[0], fit(make_model(), sgd()))
+    assert_close(results[0], fit_alone(sgd))
     assert "allreduce done 0" in fake.journal
 
 
