@@ -352,11 +352,6 @@ if hvd.rank() == 2:
 
 
 def test_ranks_leave_when_their_programs_have_ended(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(ENDING)
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdlite.launcher", "-np", "3", sys.executable, "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    done = run_script(tmp_path, ENDING, ranks=3)
     assert (done.returncode, done.stderr) == (0, "")
     assert "sum 9.0" in done.stdout

@@ -163,8 +163,7 @@ def all_callbacks(state: Any, order: Sequence[int], every: int = 1) -> list[Any]
     return [made[index] for index in order]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
-@pytest.mark.parametrize("with_initial_epoch", [False, True])
+@pytest.mark.parametrize(("order", "with_initial_epoch"), [((0, 1, 2), False), ((1, 2, 0), True)])
 def test_an_epoch_goes_on_where_it_was_committed(
     order: Sequence[int], with_initial_epoch: bool
 ) -> None:

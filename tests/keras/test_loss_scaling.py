@@ -107,7 +107,8 @@ def test_compile_puts_a_scaler_around_the_optimizer() -> None:
     def train(rank: int) -> list[np.ndarray]:
         keras.mixed_precision.set_global_policy("mixed_float16")  # of this thread
         model = make_model()
-        weights = fit(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), rank, 2)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        weights = fit(model, optimizer, rank, 2, built=False)
         assert type(model.optimizer) is Scaler
         inputs = INPUTS[:6] * (1e30 if rank == 0 else 1)  # no float16 holds this
         model.fit(inputs, TARGETS[:6], verbose=0)

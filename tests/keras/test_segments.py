@@ -33,8 +33,6 @@ STEPS = 4
     ("options", "segments"),
     [
         ({"segmentation": "size:50,50"}, 2),
-        ({"segmentation": "index:0,1,3"}, 3),
-        ({"fuse_grad_count": 50}, 1),
         ({"fuse_all_reduce_ops": False}, 4),
     ],
     ids=str,

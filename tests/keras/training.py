@@ -81,7 +81,8 @@ def batches(inputs: np.ndarray, targets: np.ndarray, rows: int) -> dict[str, Any
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
-        return {"x": tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(rows)}
+        data = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(rows)
+        return {"x": data, "shuffle": False}
     return {"x": inputs, "y": targets, "batch_size": rows, "shuffle": False}
 
 

@@ -42,16 +42,16 @@ def gradients_of(mode: str, rank: int, sources: list[tf.Variable], **options: An
 
 
 @pytest.mark.filterwarnings("ignore:segmentation auto learns from the hooks of PyTorch:UserWarning")
-@pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize(
-    ("options", "counts"),
+    ("mode", "options", "counts"),
     [
-        ({"segmentation": "size:50,50"}, [3, 3]),
-        ({"segmentation": "index:0,2,5"}, [1, 2, 3]),
-        ({"fuse_grad_count": 2}, [4, 2]),
-        ({"segmentation": "mb:-1"}, [2, 2, 2]),
-        ({"fuse_all_reduce_ops": False}, [1] * 6),
-        ({"segmentation": "auto"}, [6]),
+        ("eager", {"segmentation": "size:50,50"}, [3, 3]),
+        ("graph", {"segmentation": "size:50,50"}, [3, 3]),
+        ("eager", {"segmentation": "index:0,2,5"}, [1, 2, 3]),
+        ("eager", {"fuse_grad_count": 2}, [4, 2]),
+        ("graph", {"segmentation": "mb:-1"}, [2, 2, 2]),
+        ("eager", {"fuse_all_reduce_ops": False}, [1] * 6),
+        ("eager", {"segmentation": "auto"}, [6]),
     ],
     ids=str,
 )
