@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 from tests.forks import NUMPY, forks
 from tests.launcher.elastic_scenarios.sites import OneHost, Site
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN
 
-over_mpirun = pytest.param(
-    "mpirun", marks=pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN), id="mpirun"
-)
 
-
-@pytest.fixture(params=[pytest.param("ssh", id="agents"), over_mpirun])
+@pytest.fixture(params=[pytest.param("ssh", id="agents"), pytest.param("mpirun", id="mpirun")])
 def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return what starts the ranks: "ssh", which is agents, or "mpirun"."""
     name: str = request.param
+    if name == "mpirun" and MPIRUN is None:
+        pytest.skip(NO_MPIRUN)
     monkeypatch.setenv("HVDLITE_LAUNCHER", name)
     return name
 
@@ -37,6 +37,14 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what this process starts be forked, as agents of `hvdlite.run` and their ranks."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(subprocess, "Popen", forks(*NUMPY))
+
+
+@pytest.fixture
+def by_value(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let functions of the test's module be sent whole: ranks need not import pytest for them."""
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
 
 
 @pytest.fixture

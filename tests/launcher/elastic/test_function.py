@@ -14,7 +14,7 @@ import pytest
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked", "by_value")]
 HOSTS = "localhost:2,127.0.0.1:2"
 
 
