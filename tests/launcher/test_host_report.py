@@ -150,10 +150,10 @@ def test_interfaces_that_the_user_names_are_the_only_ones(
 @pytest.mark.parametrize(
     ("said", "code", "words"),
     [
-        ("Host key verification failed.", 255, "its key is not known to ssh here"),
+        ("Host key verification failed.", 255, "ssh-keyscan b"),
         ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
          255, "is not the one that ssh knows"),
-        ("root@b: Permission denied (publickey).", 255, "refuses the login"),
+        ("root@b: Permission denied (publickey).", 255, "ssh-copy-id b"),
         ("ssh: Could not resolve hostname b: Temporary failure in name resolution", 255,
          "its name has no address"),
         ("Connection timed out during banner exchange", 255, "accepts connections and does not"),

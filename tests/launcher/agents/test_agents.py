@@ -26,7 +26,6 @@ from hvdlite.launcher.jobs.start import run_job
 from tests.launcher.jobs import IMPATIENT, LAUNCHER, MARK, launch, processes, start
 from tests.launcher.other_hosts import HAVE_NAMES, agents, calls, make_ssh, python
 from tests.limits import patient
-from tests.parallel.jobs import environment
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
@@ -102,21 +101,17 @@ def test_the_environment_travels_in_the_channel(ssh: dict[str, str], tmp_path: P
 
 def test_ranks_there_do_not_get_the_python_path_of_their_agent(tmp_path: Path) -> None:
     """The agent finds this hvdlite by it, which is nothing for the user's scripts."""
-    variables = environment(**make_ssh(tmp_path))
-    del variables["PYTHONPATH"]
-    code = "import os; print(os.environ.get('PYTHONPATH'))"
+    code = "import os; print('has', os.environ.get('PYTHONPATH', ''))"
     words = ("-np", "1", "--no-check-hosts", "-H", "other:1", sys.executable, "-S", "-c", code)
-    done = subprocess.run(
-        [*LAUNCHER, *words], env=variables, capture_output=True, text=True, timeout=30, check=False
-    )
-    assert (done.stderr, done.stdout) == ("", "[0]<stdout>:None\n")
+    done = launch(*words, **make_ssh(tmp_path), PYTHONPATH="")
+    assert (done.stderr, done.stdout) == ("", "[0]<stdout>:has \n")
 
 
 def test_a_large_call_takes_little_memory_of_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each host gets the whole file, this one by its name; the launcher holds parts of it."""
-    size = 1 << 26
+    size = 1 << 25
     call = tmp_path / "call"
     call.mkdir()
     with (call / "call.pickle").open("wb") as file:
@@ -136,7 +131,7 @@ def test_a_large_call_takes_little_memory_of_the_launcher(
     finally:
         tracemalloc.stop()
     assert (outcome.code, outcome.sentence) == (0, "")
-    assert peak < 1 << 24
+    assert peak < 1 << 23
 
 
 def test_flags_of_ssh_are_passed_on(tmp_path: Path) -> None:
@@ -148,11 +143,10 @@ def test_flags_of_ssh_are_passed_on(tmp_path: Path) -> None:
     assert f" -p 2222 -i {key} -- other " in f" {call} "
 
 
-@pytest.mark.parametrize("prefix", ["taskset -c 0"])
-def test_threads_are_those_of_the_host_of_the_rank(tmp_path: Path, prefix: str) -> None:
+def test_threads_are_those_of_the_host_of_the_rank(tmp_path: Path) -> None:
     if cores() < 2:
         pytest.skip("one core everywhere")
-    variables = make_ssh(tmp_path, before=f"set -- \"{prefix} sh -c '$*'\"")
+    variables = make_ssh(tmp_path, before="set -- \"taskset -c 0 sh -c '$*'\"")
     words = ("-np", "2", "--no-check-hosts", "-H", "localhost:1,other:1")
     script = "print('threads', os.environ['OMP_NUM_THREADS'])"
     done = launch(*words, *python(script), **variables, OMP_NUM_THREADS="")
@@ -197,17 +191,21 @@ def test_who_does_not_come_is_named_on_every_host(ssh: dict[str, str], tmp_path:
     told = tmp_path / "told"
     told.mkdir()
     script = f"""
-import time, hvdlite.numpy as hvd
+import time
 from pathlib import Path
 told = Path({str(told)!r})
+def wait(count):
+    while len(list(told.iterdir())) < count: time.sleep(0.01)
+if rank == 0: wait(1)  # It is forked, and rank 1 has to import all of it.
 if rank != 2:
+    import hvdlite.numpy as hvd
+    (told / f"begins {{rank}}").touch()
     try: hvd.init()
     except hvd.HorovodInternalError as error: print('says', error)
     (told / str(rank)).touch()
-while len(list(told.iterdir())) < 2: time.sleep(0.01)  # Of a rank that has ended others say more.
+wait(4)  # Of a rank that has ended others say more.
 """
-    # Forked ranks would not wait for those that ssh starts.
-    done = launch(*HOSTS, *python(script), forked=(), HVDLITE_START_TIMEOUT="12", **ssh)
+    done = launch(*HOSTS, *python(script), HVDLITE_START_TIMEOUT="6", **ssh)
     said = [line for line in done.stdout.splitlines() if ":says" in line]
     assert len(said) == 2, done.stdout + done.stderr
     assert all(" these ranks did not come: 2 (seen: " in line for line in said), said
@@ -241,7 +239,6 @@ def test_many_hosts_are_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "code", "sentence"),
     [
-        ("os._exit(7)", 7, "rank 2 failed with exit code 7"),
         ("os._exit(137)", 137, "rank 2 failed with exit code 137"),
         ("os.kill(os.getpid(), 9)", 137, "rank 2 was killed by SIGKILL"),
         ("os.killpg(0, 15)", 143, "rank 2 was killed by SIGTERM"),
@@ -288,7 +285,7 @@ except hvd.HorovodInternalError as error: print('says', error.rank, error)
     assert done.stdout.count(sentence) == 2, done.stdout
 
 
-@pytest.mark.parametrize("name", ["no-such-program", "/", "/etc/passwd"])
+@pytest.mark.parametrize("name", ["no-such-program", "/"])
 def test_a_command_that_is_not_there(ssh: dict[str, str], name: str) -> None:
     done = launch(*HOSTS, name, **ssh)
     assert done.returncode == (127 if name == "no-such-program" else 126)
@@ -307,14 +304,15 @@ def test_a_script_without_a_shell_in_its_first_line_runs(tmp_path: Path) -> None
 # -- signals, and what is killed
 
 IGNORE = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"
+TWO_IGNORE = IGNORE.replace("\nfor", "\nif rank != 1:\n  for")
 
 
-@pytest.mark.parametrize("stubborn", ["", IGNORE], ids=["willing", "stubborn"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_ranks_everywhere(
-    ssh: dict[str, str], tmp_path: Path, stubborn: str, number: signal.Signals
+    ssh: dict[str, str], tmp_path: Path, number: signal.Signals
 ) -> None:
-    with up(ssh, tmp_path, stubborn + SLEEP) as process:
+    """Also those that do not obey."""
+    with up(ssh, tmp_path, TWO_IGNORE + SLEEP) as process:
         process.send_signal(number)
         _, err = process.communicate(timeout=END_SECONDS)
     assert process.returncode == 128 + number
@@ -330,12 +328,9 @@ def test_a_second_signal_ends_all_at_once(ssh: dict[str, str], tmp_path: Path) -
     assert process.returncode == 143
 
 
-@pytest.mark.parametrize("stubborn", ["", IGNORE], ids=["willing", "stubborn"])
-def test_nothing_outlives_a_killed_launcher(
-    ssh: dict[str, str], tmp_path: Path, stubborn: str
-) -> None:
+def test_nothing_outlives_a_killed_launcher(ssh: dict[str, str], tmp_path: Path) -> None:
     child = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n"
-    with up(ssh, tmp_path, stubborn + child + SLEEP) as process:
+    with up(ssh, tmp_path, TWO_IGNORE + child + SLEEP) as process:
         process.kill()
         process.wait()
         assert wait_for(lambda: not processes(str(tmp_path)), END_SECONDS), processes(str(tmp_path))
@@ -420,11 +415,6 @@ def test_output_that_nobody_reads_for_long_ends_no_rank(ssh: dict[str, str]) -> 
     ("there", "said"),
     [
         ("echo 'Host key verification failed.' >&2; exit 255", "ssh-keyscan other"),
-        ("echo 'me@other: Permission denied (publickey).' >&2; exit 255", "ssh-copy-id other"),
-        ("echo 'ssh: connect to host other port 22: Connection refused' >&2; exit 255", "sshd"),
-        ("echo 'ssh: connect to host other port 22: No route to host' >&2; exit 255", "firewall"),
-        ("echo 'Connection timed out during banner exchange' >&2; exit 255", "does not answer"),
-        ("echo 'env: /opt/python: No such file or directory' >&2; exit 127", "same path"),
         ("exec {python} -I -S -m hvdlite.launcher.agent_process.agent", "not installed"),
         ("echo 'a riddle' >&2; exit 3", "said: a riddle"),
     ],
