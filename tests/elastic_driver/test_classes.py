@@ -67,7 +67,7 @@ def test_the_variable_limits_the_wait_for_slots_where_no_timeout_is_given(
     monkeypatch.setattr(horovod_driver, "ELASTIC_TIMEOUT_SECS", 600 if variables else 0.3)
     driver = make_driver({"host-1": 1}, 2, 2, timeout=timeout)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="1 slots missing"):
+    with pytest.raises(RuntimeError, match=r"1 slots missing \(1 are there\)"):
         driver.wait_for_available_slots(2)
     assert seconds <= time.monotonic() - begin < 60
 
@@ -167,12 +167,6 @@ def test_a_first_discovery_that_fails(make_driver: MakeDriver) -> None:
     with pytest.raises(RuntimeError, match="no scheduler"):
         driver.wait_for_available_slots(2)
     assert driver.finished()
-
-
-def test_too_few_slots(make_driver: MakeDriver) -> None:
-    driver = make_driver({"host-1": 1}, 2, 4, timeout=0.2)
-    with pytest.raises(RuntimeError, match=r"1 slots missing \(1 are there\)"):
-        driver.wait_for_available_slots(2)
 
 
 def test_enough_slots_on_too_few_hosts(make_driver: MakeDriver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.elastic_driver import results_of
 from tests.simulation.elastic.by_hand import JobByHand
 
 
@@ -11,8 +12,7 @@ def test_fixed_hosts_start_and_return() -> None:
     job.return_all([2, 0, 3])
     assert job.finish is None
     job.end(1, 0)
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (0, (0, 1, 2, 3))
+    assert results_of(job) == (0, (0, 1, 2, 3))
 
 
 def test_a_killed_rank_is_restarted_and_taken_in_when_it_is_ready() -> None:
@@ -28,8 +28,7 @@ def test_a_killed_rank_is_restarted_and_taken_in_when_it_is_ready() -> None:
     job.pass_checks()
     assert job.worlds[-1] == [3, [0, 2, 3, 4], 0, [3], 9]
     job.return_all()
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (0, (0, 2, 3, 4))
+    assert results_of(job) == (0, (0, 2, 3, 4))
 
 
 def test_a_new_host_is_taken_in() -> None:

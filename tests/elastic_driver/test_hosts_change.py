@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 
 from hvdlite.common.meeting.placement import places
+from tests.elastic_driver import grow, results_of
 from tests.simulation.elastic.by_hand import JobByHand, running
-
-
-def grow(job: JobByHand) -> None:
-    job.newcomers_ready()
-    job.pass_checks()
 
 
 def test_a_host_beyond_max_np_is_not_told() -> None:
@@ -75,10 +71,8 @@ def test_a_removed_host_is_not_a_failure() -> None:
 def test_the_host_of_rank_0_is_removed_and_another_is_added() -> None:
     job = running({"a": 2, "b": 2, "c": 2}, num_proc=6)
     job.discover({"b": 2, "c": 2, "d": 2})
-    job.newcomers_ready()
-    job.pass_checks()
-    job.newcomers_ready()
-    job.pass_checks()
+    grow(job)
+    grow(job)
     assert (job.hosts, job.members) == ("bbccdd", [2, 3, 4, 5, 6, 7])
     assert job.worlds[-1][2:] == [0, [4, 5], 4]
 
@@ -107,8 +101,7 @@ def test_discovery_shows_a_then_both_then_b(limit: int) -> None:
     assert (job.hosts, job.members) == ("bb", [2, 3])
     assert job.processes[2].start.start_rank == 2
     job.return_all()
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (0, (2, 3))
+    assert results_of(job) == (0, (2, 3))
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_np": 2}, {"max_np": 2, "admit": "wait"}])
@@ -132,15 +125,13 @@ def test_all_hosts_are_replaced_at_once(limits: dict[str, Any]) -> None:
     assert job.processes[0].last("end") is None
     job.commit(5)
     job.pass_checks()
-    job.newcomers_ready()
-    job.pass_checks()
+    grow(job)
     assert (job.hosts, job.members) == ("bb", [2, 3])
     for number in (0, 1):
         job.end(number, 0)
     assert job.agents == {"b"}
     job.return_all()
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (0, (2, 3))
+    assert results_of(job) == (0, (2, 3))
 
 
 def test_the_only_rank_left_is_removed_while_its_successor_starts() -> None:
@@ -156,8 +147,7 @@ def test_the_only_rank_left_is_removed_while_its_successor_starts() -> None:
     job.kill(2)
     job.wait(2)
     job.hello(3)
-    job.newcomers_ready()
-    job.pass_checks()
+    grow(job)
     assert job.worlds[-1] == [3, [1, 3], 0, [1], 9]
     job.pass_checks()
     assert job.worlds[-1] == [4, [3], 0, [], 9]
@@ -285,8 +275,7 @@ def test_the_wait_for_the_first_world_says_what_discovery_shows() -> None:
 def test_a_first_discovery_that_fails_is_fatal() -> None:
     job = JobByHand(num_proc=1)
     job.event("discovery_failed", "exit code 3")
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (1, ())
+    assert results_of(job) == (1, ())
     assert "exit code 3" in job.finish.sentence
 
 

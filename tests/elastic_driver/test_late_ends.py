@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.elastic_driver import grow, waiting_for_hello
 from tests.simulation.elastic.by_hand import JobByHand, finished, running
 
 
@@ -22,8 +23,7 @@ def test_the_next_world_waits_for_no_process_that_has_raised() -> None:
     lines = len(job.lines)
     job.end_by_exception(1)
     assert job.processes[3].start.slot == 1
-    job.newcomers_ready()
-    job.pass_checks()
+    grow(job)
     assert job.members == [0, 2, 3]
     assert [line for line in job.lines[lines:] if "was lost" in line] == []
 
@@ -55,22 +55,6 @@ def test_a_job_whose_ranks_all_raise_ends_with_the_last_process(code: int) -> No
     assert sentence.count(f"(exit code {code})") == 1
 
 
-def test_a_job_that_fails_again_ends_with_the_process_that_has_raised() -> None:
-    job = running({"a": 2, "b": 1}, num_proc=3)
-    for _ in range(4):
-        rank_2 = job.members[-1]
-        job.begin_to_raise(rank_2, "ValueError: bad batch 17")
-        job.wait(1)
-        assert job.finish is None
-        job.end_by_exception(rank_2)
-        job.wait(8.1)
-        job.newcomers_ready()
-        job.pass_checks()
-    code, sentence = finished(job)
-    assert code == 1
-    assert "failed again after 3 resets without a new commit" in sentence
-
-
 def test_a_host_that_is_given_up_by_an_exception_keeps_its_agent_for_the_traceback() -> None:
     job = running({"a": 2, "b": 2}, num_proc=4, failures_by_host=True)
     job.begin_to_raise(2)
@@ -97,8 +81,7 @@ def test_a_worker_that_is_given_up_has_ended_before_another_takes_its_slot(admit
     assert (waits in job.lines) == (admit == "wait")
     job.kill(1)
     assert job.processes[3].start.slot == 1
-    job.newcomers_ready()
-    job.pass_checks()
+    grow(job)
     assert job.members == [0, 2, 3]
     assert job.processes[0].last("seen") is None  # The hosts have not changed.
 
@@ -123,9 +106,7 @@ def test_a_frame_that_no_worker_sends_changes_nothing(frame: list[Any]) -> None:
 
 
 def test_the_job_waits_for_the_end_of_a_worker_that_never_was_a_rank() -> None:
-    job = JobByHand(num_proc=2)
-    job.slow_workers = True
-    job.discover({"a": 2})
+    job = waiting_for_hello({"a": 2})
     job.end(0, 0)
     job.event("worker_lost", 1, "it has not answered for 10 seconds")
     assert job.finish is None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.elastic_driver import grow, results_of, waiting_for_hello
 from tests.simulation.elastic.by_hand import JobByHand, finished, running
 
 
@@ -64,8 +65,7 @@ def test_an_early_return_is_told_and_kept() -> None:
     assert job.members == [1, 2]
     assert "rank 0 (host a) was done, and kept" in job.lines[-1]
     job.return_all()
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (0, (0, 1, 2))
+    assert results_of(job) == (0, (0, 1, 2))
 
 
 def test_a_return_does_not_hide_a_failure() -> None:
@@ -76,20 +76,15 @@ def test_a_return_does_not_hide_a_failure() -> None:
 
 
 def test_workers_that_return_without_ever_calling_init_succeed() -> None:
-    job = JobByHand(num_proc=2)
-    job.slow_workers = True
-    job.discover({"a": 2})
+    job = waiting_for_hello({"a": 2})
     job.end(1, 0)
     assert job.finish is None
     job.end(0, 0)
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (0, (0, 1))
+    assert results_of(job) == (0, (0, 1))
 
 
 def test_all_workers_fail_before_the_first_world() -> None:
-    job = JobByHand(num_proc=2)
-    job.slow_workers = True
-    job.discover({"a": 2})
+    job = waiting_for_hello({"a": 2})
     job.end(1, 1, "SyntaxError: invalid syntax")
     assert job.finish is None
     job.end(0, 1, "SyntaxError: invalid syntax")
@@ -100,9 +95,7 @@ def test_all_workers_fail_before_the_first_world() -> None:
 
 
 def test_a_worker_that_fails_before_the_first_world_is_replaced() -> None:
-    job = JobByHand(num_proc=2)
-    job.slow_workers = True
-    job.discover({"a": 2})
+    job = waiting_for_hello({"a": 2})
     job.hello(0)
     job.kill(1)
     job.hello(2)
@@ -111,9 +104,7 @@ def test_a_worker_that_fails_before_the_first_world_is_replaced() -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_workers_that_are_killed_before_the_first_world_are_all_replaced(size: int) -> None:
-    job = JobByHand(num_proc=size)
-    job.slow_workers = True
-    job.discover({"a": size})
+    job = waiting_for_hello({"a": size})
     for number in range(size):
         job.kill(number)
     assert job.finish is None
@@ -123,9 +114,7 @@ def test_workers_that_are_killed_before_the_first_world_are_all_replaced(size: i
 
 
 def test_workers_that_are_killed_again_and_again_before_the_first_world_end_the_job() -> None:
-    job = JobByHand({}, num_proc=1)
-    job.slow_workers = True
-    job.discover({"a": 1})
+    job = waiting_for_hello({"a": 1})
     for number in range(3):
         job.wait(5)
         job.kill(number)
@@ -155,8 +144,7 @@ def test_a_rank_that_is_killed_when_it_is_done(limits: dict[str, Any], first: bo
     else:
         job.return_all([0, 2])
         job.kill(1)
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (0, (0, 1, 2))
+    assert results_of(job) == (0, (0, 1, 2))
     assert (
         "host a[1]) was lost: killed by signal 9 (exit code 137) after its script was done"
         in job.lines[-1]
@@ -189,8 +177,7 @@ def test_a_host_that_is_lost_when_its_ranks_are_done() -> None:
     say_bye(job, 0, 1)
     job.return_all([0])
     job.lose_host("b")
-    assert job.finish is not None
-    assert (job.finish.code, job.finish.results) == (0, (0, 1))
+    assert results_of(job) == (0, (0, 1))
 
 
 def test_a_host_without_workers_before_the_first_world_is_left_out() -> None:
@@ -239,8 +226,7 @@ def test_the_interrupt_is_in_the_first_check_that_nobody_has_passed() -> None:
 def test_nobody_holds_the_last_commit() -> None:
     job = running({"a": 2}, num_proc=2)
     job.kill(0)
-    job.newcomers_ready()
-    job.pass_checks()
+    grow(job)
     assert job.worlds[-1][1:4] == [[1, 2], 0, [1]]
     job.processes[2].commit = 0  # its source dies before it has received anything
     job.kill(1)
@@ -265,8 +251,7 @@ def test_a_loss_on_a_host_that_was_removed_is_no_failure_of_it() -> None:
     assert job.members == [0, 1]
     job.end(3, 0)
     job.discover({"a": 2, "b": 2})
-    job.newcomers_ready()
-    job.pass_checks()
+    grow(job)
     assert job.hosts == "aabb"
 
 
