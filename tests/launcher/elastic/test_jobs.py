@@ -57,7 +57,9 @@ def folder_of(worker: int) -> Path:
 
 @pytest.mark.parametrize(("rank", "forked"), [(0, NUMPY), (1, ())], ids=["0", "1, not forked"])
 def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int, forked: tuple[str, ...]) -> None:
-    with elastic(tmp_path, "-np", "2", "--min-np", "1", forked=forked) as job:
+    """Each process has files of its own."""
+    words = ("-np", "2", "--min-np", "1", "--output-filename", str(tmp_path / "logs"))
+    with elastic(tmp_path, *words, forked=forked) as job:
         first = job.watch.world(2)
         with viewer(job.watch.process.pid) as connection:
             heard_of(connection, 2, time.time())
@@ -74,15 +76,10 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int, forked: tuple[st
         assert job.end() == 0
     assert any("killed by SIGKILL" in line for line in job.watch.err)
     assert sum("done rank" in line for line in job.watch.out) == 2
-
-
-def test_below_min_np_the_others_wait_for_the_new_worker(tmp_path: Path) -> None:
-    with elastic(tmp_path, "-np", "2", "--min-np", "2") as job:
-        first = job.watch.world(2)
-        kill(first[1])
-        again = job.watch.world(2, epoch=first[0].epoch + 1)
-        assert again[0].pid == first[0].pid and again[1].pid != first[1].pid
-        assert job.end() == 0
+    logs = {path.name: (path / "stdout").read_text() for path in (tmp_path / "logs").iterdir()}
+    assert sorted(logs) == sorted(["rank.0", "rank.1", f"rank.{again[1].start}.1"])
+    assert f"pid {first[rank].pid} " in logs[f"rank.{rank}"]
+    assert "done rank 1" in logs[f"rank.{again[1].start}.1"]
 
 
 @pytest.mark.parametrize(
@@ -130,22 +127,14 @@ def test_the_only_agent_that_is_killed_is_not_said_to_be_tried_again(tmp_path: P
     assert "Remedy" not in job.watch.err[-1]  # Nobody was left to go on.
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("#!/bin/sh\necho no cluster >&2; exit 3\n", "ended with exit code 3 and said: no cluster"),
-        ("#!/bin/sh\necho localhost:1; echo 'a b c'\n", "line 2: 'a b c'"),
-    ],
-)
-def test_a_discovery_script_that_fails_at_first_ends_the_job(
-    tmp_path: Path, script: str, said: str
-) -> None:
+def test_a_discovery_script_that_fails_at_first_ends_the_job(tmp_path: Path) -> None:
     path = tmp_path / "hosts.sh"
-    path.write_text(script)
+    path.write_text("#!/bin/sh\necho no cluster >&2; exit 3\n")
     path.chmod(0o755)
     done = launch("-np", "1", "--host-discovery-script", str(path), "touch", str(tmp_path / "x"))
     assert done.returncode == 1
-    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert "ended with exit code 3 and said: no cluster" in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "x").exists()
 
 
@@ -198,7 +187,6 @@ def test_a_host_whose_agent_cannot_be_started_is_done_without(tmp_path: Path) ->
     ("failure", "code", "why"),
     [
         ("raise ValueError('no data')", 1, r"ValueError: no data \(exit code 1\)"),
-        ("os._exit(7)", 7, "exit code 7"),
         ("os.kill(os.getpid(), 9)", 137, r"killed by SIGKILL \(exit code 137\)"),
     ],
 )
@@ -222,20 +210,6 @@ def test_workers_that_never_call_init_are_a_success() -> None:
     words = ("-np", "2", "--min-np", "1")
     done = launch(*words, "python", "-c", "import os; print(os.environ['HVDLITE_RANK'])")
     assert (done.returncode, sorted(done.stdout.split())) == (0, ["[0]<stdout>:0", "[1]<stdout>:1"])
-
-
-def test_each_process_has_files_of_its_own(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    words = ("-np", "2", "--min-np", "1", "--output-filename", str(logs))
-    with elastic(tmp_path, *words) as job:
-        first = job.watch.world(2)
-        kill(first[1])
-        (alone,) = job.watch.world(1)
-        job.watch.world(2, epoch=alone.epoch + 1)
-        assert job.end() == 0
-    assert sorted(path.name for path in logs.iterdir()) == ["rank.0", "rank.1", "rank.1.1"]
-    assert f"pid {first[1].pid} " in (logs / "rank.1" / "stdout").read_text()
-    assert "done rank 1" in (logs / "rank.1.1" / "stdout").read_text()
 
 
 def test_the_variables_tell_a_worker_its_place() -> None:
@@ -285,7 +259,7 @@ def test_workers_that_are_started_again_leave_no_open_file(tmp_path: Path) -> No
     with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
         world = job.watch.world(2)
         counts = []
-        for _ in range(6):
+        for _ in range(4):
             running = processes(str(tmp_path))
             own = [pid for pid, line in running.items() if "hvdlite.launcher" in line]
             assert len(own) == 2  # the launcher, and its agent

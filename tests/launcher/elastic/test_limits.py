@@ -49,22 +49,16 @@ def test_a_loss_beyond_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
     assert "limit 0" in job.watch.err[-1] and "SIGKILL" in job.watch.err[-1]
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-def test_two_changes_of_hosts_need_two_resets(site: Site, limit: int) -> None:
+def test_two_changes_of_hosts_need_two_resets(site: Site) -> None:
     old, new, _ = site.hosts
-    words = ("-np", "1", *site.discovery(f"{old}:1"), "--reset-limit", str(limit))
+    words = ("-np", "1", *site.discovery(f"{old}:1"), "--reset-limit", "1")
     with site.elastic(*words) as watch:
         watch.world(1)
         site.show(f"{old}:1", f"{new}:1")
-        two = watch.world(2)
+        watch.world(2)
         site.show(f"{new}:1")
-        if limit == 2:
-            (left,) = watch.world(1, epoch=two[0].epoch + 1)
-            assert left.start == 1
-            assert site.end(watch) == 0
-        else:
-            assert watch.finish() == 1
-            assert "limit 1" in watch.err[-1]
+        assert watch.finish() == 1
+        assert "limit 1" in watch.err[-1]
 
 
 def test_a_stopped_worker_is_given_up_and_harms_nothing(site: Site) -> None:
@@ -196,12 +190,9 @@ def run_once(site: Site, when: str, fail: str, min_np: int = 2) -> tuple[int, li
 INTERNAL = "raise hvd.HorovodInternalError('bad batch')"  # No rank is lost by it.
 
 
-@pytest.mark.parametrize(
-    "fail", ["raise ValueError('bad batch')", INTERNAL, "os.kill(os.getpid(), 9)"]
-)
-def test_a_failure_of_one_rank_is_made_good(site: Site, fail: str) -> None:
+def test_an_error_of_one_rank_is_made_good(site: Site) -> None:
     when = "hvd.rank() == 1 and not marker.exists()"
-    code, results, _ = run_once(site, when, fail)
+    code, results, _ = run_once(site, when, INTERNAL)
     assert (code, results) == (0, ["result 10"] * 2)
 
 
@@ -215,7 +206,6 @@ def test_an_exception_on_every_rank_ends_the_job(site: Site) -> None:
     ("when", "fail", "error"),
     [
         ("hvd.rank() == 0", "raise ValueError('bad batch')", "ValueError"),
-        ("hvd.rank() == 0", INTERNAL, "HorovodInternalError"),
         ("True", INTERNAL, "HorovodInternalError"),
     ],
 )

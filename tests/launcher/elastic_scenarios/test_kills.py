@@ -17,19 +17,19 @@ from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(120)
 
-STEPS = 12
+STEPS = 8
 # On two cores that other tests use as well.
 RECOVERY_SECONDS = 4.0  # Alone it takes tenths of one; the driver would help itself after 5.
 RESET_SECONDS = 0.2  # Where a killed process resets its sockets; half of the times must be lower.
 PYTHON, NATIVE = {"HVDLITE_NATIVE": "off"}, {"HVDLITE_NATIVE": "auto"}
-MEGABYTES = 500_000  # Elements: so many that an allreduce takes many pieces.
+MEGABYTES = 200_000  # Elements: so many that an allreduce takes many pieces.
 # By place: fields of the fault, and variables of the job.
 TRAINING = {
     "idle": ({}, {}),
     # Without compiled code: else the ranks of a host exchange small data by themselves.
     "negotiation": ({}, PYTHON),
     "shm": ({"skip": 20}, {**PYTHON, "ELEMENTS": MEGABYTES}),
-    "native shm": ({}, {**NATIVE, "ELEMENTS": 8 * MEGABYTES}),
+    "native shm": ({}, {**NATIVE, "ELEMENTS": 4 * MEGABYTES}),
     "between collectives": ({}, {}),
     "save": ({}, {}),
     "saved": ({}, {}),
@@ -109,7 +109,7 @@ def test_in_a_ring_between_hosts(site: Site) -> None:
 
 @pytest.mark.parametrize(
     ("place", "victim", "hosts"),
-    [("meeting", 1, 1), ("restore", 0, 1), ("connecting", 1, 2)],
+    [("restore", 0, 1), ("connecting", 1, 2)],
 )  # fmt: skip
 def test_in_the_reset_of_another_kill(site: Site, place: str, victim: int, hosts: int) -> None:
     in_reset(site, place, victim, 4, hosts)

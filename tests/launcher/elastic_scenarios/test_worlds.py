@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 RECOVERY_SECONDS = 4.0  # Alone it takes tenths of one; the driver would help itself after 5.
 STEPS = 12
-WEIGHTS = 2_000_000  # Elements of 8 bytes.
+WEIGHTS = 500_000  # Elements of 8 bytes.
 
 
 def dies(worker: int, place: str = "idle", step: int = 4, **fields: Any) -> Fault:
@@ -34,11 +34,14 @@ def sizes(outcome: Outcome) -> list[int]:
 
 
 @pytest.mark.parametrize("victims", [(0, 1, 3), pytest.param((1, 2), marks=pytest.mark.soak)])
-def test_several_ranks_at_once(site: Site, victims: tuple[int, ...]) -> None:
+def test_several_ranks_at_once_and_up_again(site: Site, victims: tuple[int, ...]) -> None:
     faults = [dies(victim) for victim in victims]
-    outcome = site.run("train_numpy", *site.flags(4), faults=faults, STEPS=STEPS)
+    outcome = site.run("train_numpy", *site.flags(4), faults=faults, STEPS=STEPS, HOLD="9 4")
     assert {line["worker"] for line in outcome.faults} == {*victims}
-    check_weights(outcome, STEPS)
+    members = dict(check_weights(outcome, STEPS)["history"])
+    left = [number for rank, number in enumerate(members[0]) if rank not in victims]
+    assert (sorted(members[0]), len(members[STEPS - 1])) == ([0, 1, 2, 3], 4)
+    assert members[STEPS - 1][: len(left)] == left and left in members.values()
     assert recovery_seconds(outcome) < RECOVERY_SECONDS
 
 
@@ -52,16 +55,6 @@ def test_a_rank_and_the_newcomer_in_its_place(site: Site, place: str) -> None:
     assert [line["worker"] for line in outcome.faults] == [1, 2]
     result = check_weights(outcome, STEPS)
     assert result["history"][-1][1] == [result["history"][0][1][0], 3]
-
-
-def test_down_to_one_rank_and_up_again(site: Site) -> None:
-    faults = [dies(0, step=3), dies(2, step=6)]
-    job = site.run("train_numpy", *site.flags(3), faults=faults, STEPS=STEPS, HOLD="9 3")
-    result = check_weights(job, STEPS)
-    members = dict(result["history"])
-    first, last = members[0], members[STEPS - 1]
-    assert (sorted(first), last[0], len(last)) == ([0, 1, 2], first[1], 3)
-    assert [first[1]] in members.values()
 
 
 @pytest.mark.parametrize(
@@ -82,19 +75,6 @@ def test_a_rank_that_is_stopped_in_a_collective(
     stopped = outcome.faults[0]["number"]
     assert all(line["number"] != stopped for line in outcome.results)
     assert "rank 1" in outcome.err and "stopped" in outcome.err
-
-
-def test_all_hosts_are_replaced_at_once(site: Site) -> None:
-    """The old host is kept until the new one has its state."""
-    old, new, _ = site.hosts
-    outcome = site.run(
-        "train_numpy", "-np", "1", *site.discovery(f"{old}:1"),
-        faults=[dies(0, do=f"hosts {new}:1")], STEPS=STEPS, HOLD="6 2", LATER="9 2",
-    )  # fmt: skip
-    result = check_weights(outcome, STEPS)
-    assert f"host {old} is kept until another one has the state" in outcome.err
-    assert result["history"][0][1] == [0]
-    assert result["history"][-1][1] == [1]
 
 
 def test_the_only_rank_left_is_removed_while_its_successor_starts(site: Site) -> None:
@@ -196,7 +176,7 @@ def test_below_min_np_until_capacity_returns_seconds_later(site: Site) -> None:
     """A host was removed in order, so survivors hold all; the newcomer holds nothing."""
     stays, goes, _ = site.hosts
     words = ("-np", "2", "--min-np", "2", *site.discovery(f"{stays}:1", f"{goes}:1"))
-    hosts, later = site.folder / "hosts", 3.0
+    hosts, later = site.folder / "hosts", 1.0
     changed: list[float] = []
 
     def return_later() -> None:
@@ -223,7 +203,7 @@ def test_below_min_np_until_capacity_returns_seconds_later(site: Site) -> None:
 @pytest.mark.parametrize(
     ("victim", "place"),
     [
-        (2, "one has joined"),
+        pytest.param(2, "one has joined", marks=pytest.mark.soak),
         pytest.param(0, "all begun", marks=pytest.mark.soak),
         pytest.param(1, "half begun", marks=pytest.mark.soak),
         pytest.param(3, "all begun", marks=pytest.mark.soak),
@@ -241,12 +221,18 @@ def test_collectives_of_all_kinds_in_flight(site: Site, victim: int, place: str)
 
 
 def test_the_size_goes_from_four_to_three_to_five(site: Site) -> None:
+    """Ranks die while one has joined, and while collectives of all kinds are in flight."""
     words = ("-np", "4", "--min-np", "1", *site.discovery(*site.spread(4).split(",")))
     larger = site.spread(5).replace(",", " ")
-    faults = [dies(2, "all begun"), dies(0, "half begun", step=7, do=f"hosts {larger}")]
+    faults = [
+        dies(2, "one has joined"), dies(1, "all begun", step=5),
+        dies(0, "half begun", step=7, do=f"hosts {larger}"),
+    ]  # fmt: skip
     outcome = site.run(
         "train_mixed", *words, faults=faults, STEPS=STEPS, HOLD="8 5", HVDLITE_CACHE_CAPACITY="4",
+        JOIN=4,
     )  # fmt: skip
+    assert [line["fault"] for line in outcome.faults] == [fault["place"] for fault in faults]
     result = check_weights(outcome, STEPS)
     found = [len(members) for _, members in result["history"]]
     assert (found[0], found[-1]) == (4, 5) and 3 in found
