@@ -13,7 +13,9 @@ import pytest
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.settings.config import Config
 from hvdlite.launcher.agents.group_agents import make_group, threads_per_core
+from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.launcher_choice import JSRUN, MPIRUN, SRUN, SSH, choose_launcher
+from hvdlite.launcher.command_line.options import resolve
 from hvdlite.launcher.platforms.batch_systems import find_allocation
 from tests.launcher.jobs import MARK, launch, processes, start
 from tests.launcher.mpirun.test_commands import options
@@ -63,25 +65,25 @@ def install(folder: Path, name: str, text: str) -> str:
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-@pytest.mark.parametrize("flags", [(), ("--jsrun",), ("--launcher", "jsrun")])
-def test_ranks_run_on_the_compute_nodes_of_lsf(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_ranks_run_on_the_compute_nodes_of_lsf(tmp_path: Path) -> None:
+    """On all of their slots, as nothing else is said."""
     path = install(tmp_path, "jsrun", JSRUN_PROGRAM)
-    done = launch(*flags, "-np", "3", *SAY, PATH=path, **LSF)
+    done = launch(*SAY, PATH=path, **LSF)
     assert done.returncode == 0, done.stderr
+    assert "4 ranks on LSF's h1:2,h2:2" in done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        "[0]<stdout>:0 of 3, 0 at h1", "[1]<stdout>:1 of 3, 1 at h1", "[2]<stdout>:2 of 3, 0 at h2",
+        "[0]<stdout>:0 of 4, 0 at h1", "[1]<stdout>:1 of 4, 1 at h1",
+        "[2]<stdout>:2 of 4, 0 at h2", "[3]<stdout>:3 of 4, 1 at h2",
     ]  # fmt: skip
+    for flags in ("--jsrun", "--launcher jsrun"):
+        given = resolve(parse_args([*flags.split(), "-np", "3", "true"]), {"PATH": path, **LSF})
+        assert (given.launcher, given.counts) == (JSRUN, (2, 1))
     notes = (tmp_path / "notes").read_text()
     width = 2 * threads_per_core() - 1
     for rank, host in enumerate(("h1", "h2")):
         wanted = f"rank: {rank}: {{ hostname: {host}; cpu: {{0-{width}}} ; gpu: * ; mem: * }}"
         assert wanted in notes
     assert "batch" not in notes
-
-
-def test_without_a_number_all_slots_of_the_compute_nodes_are_used(tmp_path: Path) -> None:
-    done = launch("true", PATH=install(tmp_path, "jsrun", JSRUN_PROGRAM), **LSF)
-    assert "4 ranks on LSF's h1:2,h2:2" in done.stderr
 
 
 def test_ranks_under_srun_do_not_see_the_step_of_their_agent(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_a_program_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert "after 1 seconds" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_leaves_nothing(tmp_path: Path, number: int) -> None:
     path = install(tmp_path, "jsrun", JSRUN_PROGRAM)
     words = ("-np", "3", "sh", "-c", "echo up; sleep 60")
