@@ -19,10 +19,9 @@ from hvdlite.launcher.processes import output as output_module
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.error_text import last_exception
 from hvdlite.launcher.processes.output import Output
+from tests.forks import NUMPY, forks
 from tests.launcher.jobs import LAUNCHER, launch
 from tests.parallel.jobs import environment
-
-each_launcher = pytest.mark.usefixtures("launcher")
 
 
 def test_lines_are_whole_and_carry_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
@@ -201,13 +200,12 @@ MANY = "import sys\nfor i in range(2000): print('y' * 100)\nprint('end')"
 MANY_BYTES = 2 * (2000 * (101 + 12) + 4 + 12)
 
 
-@each_launcher
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_pipe_that_does_not_block_gets_every_byte(unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    process = subprocess.Popen(
+    process = forks(*NUMPY)(
         [*LAUNCHER, "-np", "2", sys.executable, "-c", MANY],
         env=environment(PYTHONUNBUFFERED=unbuffered), stdout=writer, stderr=subprocess.PIPE,
     )  # fmt: skip
@@ -220,9 +218,12 @@ def test_a_pipe_that_does_not_block_gets_every_byte(unbuffered: str) -> None:
     assert data.count(b"end\n") == 2
 
 
-@each_launcher
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed_are_empty(closed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "closed"),
+    [("ssh", ">&-"), ("ssh", "2>&-"), ("ssh", "<&- >&- 2>&-"), ("mpirun", "<&- >&- 2>&-")],
+    indirect=["launcher"],
+)
+def test_streams_that_are_closed_are_empty(launcher: str, closed: str, tmp_path: Path) -> None:
     script = "import sys, os\nprint('out'); print('err', file=sys.stderr)\nsys.exit(5)"
     words = ["-np", "2", "--output-filename", str(tmp_path), sys.executable, "-c", script]
     done = subprocess.run(
@@ -240,7 +241,6 @@ def test_streams_that_are_closed_are_empty(closed: str, tmp_path: Path) -> None:
         assert (folder / "stderr").read_text() == "err\n"
 
 
-@each_launcher
 def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
@@ -253,16 +253,15 @@ def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     assert (tmp_path / "rank.1" / "stdout").read_text() == "line 0\nline 1\nline 2\n"
 
 
-@each_launcher
 def test_a_full_disk_behind_standard_output_is_said_once() -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
+        process = forks(*NUMPY)(
             [*LAUNCHER, "-np", "2", "sh", "-c", "echo one; sleep 0.1; echo two"],
-            env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
-            check=False,
+            env=environment(), stdout=full, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-    assert done.returncode == 0
-    assert done.stderr.count("cannot write to stdout, and goes on without") == 1
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert err.count("cannot write to stdout, and goes on without") == 1
 
 
 @pytest.mark.parametrize(

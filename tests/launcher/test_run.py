@@ -124,7 +124,8 @@ def test_the_first_rank_that_fails_ends_the_job() -> None:
 def test_the_other_ranks_may_still_say_something(launcher: str) -> None:
     script = (
         WITH_MPI[launcher]
-        + "if rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(0.3 * rank); print('mine', rank)\nos._exit(1)"
+        + "if rank == 0: os.kill(os.getpid(), 9)\n"
+        + "time.sleep(0.3 * rank); print('mine', rank)\nos._exit(1)"
     )
     done = launch("-np", "4", *python(script))
     assert [f"[{r}]<stdout>:mine {r}\n" in done.stdout for r in (1, 2, 3)] == [True] * 3

@@ -268,7 +268,7 @@ def test_a_picture_has_forward_backward_and_segments_of_each_rank() -> None:
 @pytest.mark.thorough
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'trace' is not installed")
-    path = write(tmp_path, ranks=20)
+    path = write(tmp_path)
     for suffix, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         picture = tmp_path / f"a.{suffix}"
         assert main(["report", path, "--picture", str(picture)]) == 0

@@ -17,7 +17,6 @@ import pytest
 from tests.launcher.jobs import LAUNCHER, launch
 from tests.parallel.jobs import environment
 
-pytestmark = pytest.mark.usefixtures("launcher")
 SECONDS = 40
 
 SCRIPT = """
@@ -81,19 +80,19 @@ def terminal(*words: str) -> Iterator[Terminal]:
         os.close(process.fd)  # a hangup ends what is left
 
 
+@pytest.mark.usefixtures("launcher")
 def test_breakpoint_works_in_one_rank(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with terminal("-np", "3", "--debug-rank", "1", sys.executable, str(script)) as process:
+    with terminal("-np", "2", "--debug-rank", "1", sys.executable, str(script)) as process:
         process.read_until(r"\(Pdb\) ")
         process.type("p secret + 1000")
         process.read_until(r"1043\s+\(Pdb\) ")
         process.type("c")
         assert process.wait() == 0
     lines = process.seen.replace("\r", "").splitlines()
-    assert "rank 1 sum 3.0 True" in lines  # as it is, and from a terminal
-    for rank in (0, 2):
-        assert f"[{rank}]<stdout>:rank {rank} sum 3.0 False" in lines
+    assert "rank 1 sum 2.0 True" in lines  # as it is, and from a terminal
+    assert "[0]<stdout>:rank 0 sum 2.0 False" in lines
 
 
 def test_a_debugger_may_be_fed_from_a_file() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.connections.loop import Loop
@@ -42,6 +42,7 @@ def test_orders_and_answers_arrive() -> None:
     assert answers.add(lines[-1]) is None, "the answer has come"
 
 
+@settings(max_examples=50)
 @given(st.text() | st.from_regex(r"\d{1,3} \d{1,3} \d{1,3} [A-Za-z0-9+/=]*", fullmatch=True))
 def test_whatever_comes(text: str) -> None:
     unpack_order(text)

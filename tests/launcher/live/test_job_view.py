@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.base.metrics import METRICS, Sample, pack
@@ -110,6 +110,7 @@ def test_numbers_that_are_none(number: str) -> None:
     assert job.take("a", 0, re.sub(r"\b7(\.0)?\b", number, line(0, 1, steps_total=7)), 1.0) is None
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(LINES, st.floats(0, 100)), max_size=20), st.data())
 def test_no_line_does_harm(lines: list[tuple[str, float]], data: Any) -> None:
     job = JobView()

@@ -71,7 +71,9 @@ def check(words: tuple[str, ...], folder: Path, *arguments: str, wanted: str = "
     return text
 
 
+@pytest.mark.parametrize("launcher", ["mpirun"], indirect=True)
 def test_the_numbers_of_a_job(launcher: str, tmp_path: Path) -> None:
+    """Those over agents are in the next test."""
     pytest.importorskip("prometheus_client")
     check(("-np", "2"), tmp_path)
 

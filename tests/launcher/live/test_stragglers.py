@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.base.metrics import METRICS
@@ -196,6 +196,7 @@ def test_a_rank_is_named_once_and_not_for_a_moment() -> None:
 NUMBERS = st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(0, 1e17), max_size=12)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 60), NUMBERS, NUMBERS), max_size=6))
 def test_whatever_is_counted(
     ranks: list[tuple[str, float, dict[str, float], dict[str, float]]],

@@ -15,6 +15,7 @@ from hvdlite.launcher.jobs.environment import LOOPBACK, first_host
 from hvdlite.launcher.mpirun import rank_shell
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.mpirun.rank_shell import RankShell
+from tests.forks import TORCH
 from tests.launcher.jobs import launch
 from tests.launcher.mpirun.test_commands import options
 
@@ -169,25 +170,6 @@ def test_threads_that_the_user_has_set_stay() -> None:
 
 # -- in a job
 
-TELL = """
-import os, hvdlite.numpy as hvd
-hvd.init()
-names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-for prefix in ("HVDLITE", "HOROVOD"):
-    told = [int(os.environ.get(f"{prefix}_{name.upper()}", -1)) for name in names]
-    print(prefix, told == [getattr(hvd, name)() for name in names])
-"""
-
-
-@pytest.mark.usefixtures("launcher")
-@pytest.mark.parametrize("alias", [False, True])
-def test_the_variables_are_what_hvdlite_says(alias: bool) -> None:
-    words = ["--as-horovod"] if alias else []
-    done = launch(*words, "-np", "3", sys.executable, "-c", TELL)
-    assert done.stdout.count("HVDLITE True") == 3, done.stderr
-    assert done.stdout.count(f"HOROVOD {alias}") == 3
-
-
 TOGETHER = """
 import torch, torch.distributed as dist
 import hvdlite.torch as hvd
@@ -206,5 +188,6 @@ dist.destroy_process_group()
 @pytest.mark.usefixtures("launcher")
 def test_a_script_uses_torch_distributed_beside_hvdlite() -> None:
     pytest.importorskip("torch")
-    done = launch("--torchrun-env", "-np", "2", sys.executable, "-c", TOGETHER)
+    words = ("--torchrun-env", "-np", "2", sys.executable, "-c", TOGETHER)
+    done = launch(*words, forked=TORCH)
     assert (done.returncode, done.stdout.count("together")) == (0, 2), done.stderr
