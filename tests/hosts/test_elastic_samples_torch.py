@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launcher.elastic_scenarios.test_samples_torch import (
+from tests.launcher.elastic_scenarios.test_torch import (
     test_every_sample_is_used_once_in_an_epoch,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launcher.elastic_scenarios.test_horovod_tf import (
+from tests.launcher.elastic_scenarios.test_tf import (
     test_fit_of_keras_makes_every_batch_once,
     test_the_loop_of_horovods_documentation,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launcher.elastic_scenarios.test_horovod_torch import (
+from tests.launcher.elastic_scenarios.test_torch import (
     test_the_loop_of_horovods_documentation,
 )
 

@@ -57,20 +57,9 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-@pytest.mark.parametrize(
-    ("printed", "hosts"),
-    [
-        ("", {}),
-        ("a", {"a": 3}),
-        ("a:1\\nb:4", {"a": 1, "b": 4}),
-        ("a\\n\\nc", {"a": 3, "c": 3}),
-        ("\\n z:2 \\na:1\\n\\n", {"z": 2, "a": 1}),
-    ],
-)
-def test_lines_are_hosts_in_their_order(ask, printed: str, hosts: dict[str, int]) -> None:  # type: ignore[no-untyped-def]
-    found = ask(f"printf '{printed}'").ask()
-    assert found == hosts
-    assert list(found) == list(hosts)
+def test_lines_are_hosts_in_their_order(ask) -> None:  # type: ignore[no-untyped-def]
+    found = ask("printf '\\n z:2 \\na\\n\\n'").ask()
+    assert list(found.items()) == [("z", 2), ("a", 3)]
 
 
 def test_it_is_asked_again(ask, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ import pytest
 
 from hvdlite.launcher.top import cli
 from tests.launcher.jobs import MARK, processes, start
+from tests.launcher.top import shell
 from tests.launcher.top.terminal import Terminal, terminal
 from tests.parallel.jobs import environment
 
@@ -175,3 +176,10 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setitem(sys.modules, "rich", None)
     assert cli.main(["--once"]) == 2
     assert "hvdlite-top needs rich: pip install 'hvdlite[live]'" in capsys.readouterr().err
+
+
+def test_jobs_of_a_shell_have_keys_in_turn() -> None:
+    """See shell.py."""
+    with terminal([sys.executable, shell.__file__]) as screen:
+        text = screen.wait_for("all is well|Error.*", shell.LIMIT_SECONDS + 20)
+        assert screen.wait() == 0, text

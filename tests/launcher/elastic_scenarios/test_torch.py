@@ -1,19 +1,22 @@
-"""What a PyTorch script has beside its weights goes on when ranks die and come."""
+"""What elastic jobs of PyTorch keep when workers die and come: all that trains, and samples."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
-from tests.launcher.elastic_scenarios.features import EPOCHS, SAMPLES, train_alone
-from tests.launcher.elastic_scenarios.jobs import Outcome, check_order
+from tests.launcher.elastic_scenarios import features, horovod_jobs, regression
+from tests.launcher.elastic_scenarios.jobs import Fault, Outcome, check_order
 from tests.launcher.elastic_scenarios.sites import Site
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
 SIZE, COMMIT_EVERY = 3, 3
+EPOCHS = 3  # Of the law of samples.
+RESETS = 3  # Of the script of Horovod.
 FLOAT16 = 2.0**-10  # Gradients are rounded to it on their way.
 
 
@@ -64,13 +67,13 @@ def test_scaler_batch_norm_compression_sparse_loaders_and_join(site: Site) -> No
     first, second = outcome.results
     assert (first["history"], first["result"]) == (second["history"], second["result"])
     history = first["history"]
-    for epoch in range(EPOCHS):
+    for epoch in range(features.EPOCHS):
         used = Counter(
             i for number, ranks, _ in history if number == epoch for b in ranks for i in b
         )
-        assert set(used) == set(range(SAMPLES))
-        assert sum(used.values()) - SAMPLES <= 2 * (SIZE - 1)
-    weights, means, scales, way = train_alone(history)
+        assert set(used) == set(range(features.SAMPLES))
+        assert sum(used.values()) - features.SAMPLES <= 2 * (SIZE - 1)
+    weights, means, scales, way = features.train_alone(history)
     assert [scale for _, _, scale in history] == scales
     for line in outcome.results:
         error = (torch.tensor(line["result"], dtype=torch.float64) - weights).norm()
@@ -79,3 +82,46 @@ def test_scaler_batch_norm_compression_sparse_loaders_and_join(site: Site) -> No
             torch.tensor(line["means"]), means.float(), rtol=0.01, atol=0.001
         )
     assert error > FLOAT16**2 * way  # Gradients were compressed in every world.
+
+
+def test_every_sample_is_used_once_in_an_epoch(site: Site) -> None:
+    """In 3 epochs with 3 deaths, also of rank 0, and 3 newcomers: 6 resets."""
+    faults: list[Fault] = [
+        {"worker": 1, "place": "gradients sent", "step": 6},
+        {"worker": 0, "place": "before step", "step": 23},
+        {"worker": 3, "place": "gradients sent", "step": 41},
+    ]
+    outcome = site.run(
+        "train_torch", *site.flags(SIZE), faults=faults, EPOCHS=EPOCHS, COMMIT_EVERY=4,
+        HOLD=f"10 28 46 {SIZE}",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert [line["worker"] for line in outcome.faults] == [1, 0, 3]
+    assert [len(members) for members in outcome.worlds().values()] == [3, 2, 3, 2, 3, 2, 3]
+    check_order(outcome)
+    assert len(outcome.results) == SIZE
+    history = outcome.results[0]["history"]
+    for line in outcome.results:
+        assert (line["history"], line["result"]) == (history, outcome.results[0]["result"])
+        assert line["epoch"] == EPOCHS
+    for epoch in range(EPOCHS):
+        batches = [batch for number, ranks in history if number == epoch for batch in ranks]
+        used = Counter(index for batch in batches for index in batch)
+        assert set(used) == set(range(regression.SAMPLES))
+        assert sum(used.values()) - regression.SAMPLES <= SIZE - 1
+    np.testing.assert_allclose(
+        outcome.results[0]["result"], regression.train_alone(history), rtol=1e-10
+    )
+    # What is made again after a death is what was not committed.
+    made = [line["done"] for line in outcome.lines if line["number"] == 2 and "done" in line]
+    assert len(made) - len(set(made)) <= len(faults) * 4
+
+
+def test_the_loop_of_horovods_documentation(site: Site) -> None:
+    """Its loop begins again with the batch of the last commit, which it had made."""
+    for epoch, batch, steps in horovod_jobs.train_through_two_kills_and_growth(
+        "torch_script", site
+    ):
+        assert (epoch, batch) == (horovod_jobs.EPOCHS - 1, 0)
+        least = horovod_jobs.EPOCHS * horovod_jobs.BATCHES
+        assert least <= steps <= least + RESETS
