@@ -94,9 +94,7 @@ REPLICATED_JOB = record(
     groupName=TEXT,
     replicas=COUNT,
     template=JOB,
-    dependsOn=several(
-        record("name", "status", name=TEXT, status=one_of("Ready", "Complete")),
-    ),
+    dependsOn=several(record("name", "status", name=TEXT, status=one_of("Ready", "Complete"))),
 )
 JOBSET_SPEC = record(
     replicatedJobs=several(REPLICATED_JOB),
@@ -105,8 +103,7 @@ JOBSET_SPEC = record(
         "operator", operator=one_of("All", "Any"), targetReplicatedJobs=several(TEXT)
     ),
     failurePolicy=record(
-        maxRestarts=COUNT,
-        restartStrategy=one_of("Recreate", "BlockingRecreate", "InPlaceRestart"),
+        maxRestarts=COUNT, restartStrategy=one_of("Recreate", "BlockingRecreate", "InPlaceRestart")
     ),
     startupPolicy=record("startupPolicyOrder", startupPolicyOrder=one_of("AnyOrder", "InOrder")),
     coordinator=record("replicatedJob", replicatedJob=TEXT, jobIndex=COUNT, podIndex=COUNT),

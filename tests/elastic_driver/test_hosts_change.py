@@ -346,9 +346,7 @@ def test_five_hundred_ranks_cost_one_decision_a_change(monkeypatch: pytest.Monke
     decisions = []
     advance = type(job.driver)._advance
     monkeypatch.setattr(
-        type(job.driver),
-        "_advance",
-        lambda self, now: (decisions.append(now), advance(self, now)),
+        type(job.driver), "_advance", lambda self, now: (decisions.append(now), advance(self, now))
     )
     job.kill(17)
     assert len(job.members) == 511

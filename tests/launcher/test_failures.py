@@ -29,11 +29,7 @@ ENDED = "; the job has been ended"
 
 
 def run(
-    script: str,
-    *words: str,
-    ranks: int = 3,
-    program: Sequence[str] = LAUNCHER,
-    **variables: str,
+    script: str, *words: str, ranks: int = 3, program: Sequence[str] = LAUNCHER, **variables: str
 ) -> list[str]:
     """The lines of standard error of a job that fails."""
     flags = ("-np", str(ranks), *words)

@@ -49,22 +49,13 @@ def test_equal_hosts_are_a_line_each() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (
-            {"python": "3.12.1"},
-            r"host b has Python 3.12.1 .*, and host a has Python",
-        ),
-        (
-            {"protocol": 4, "hvdlite": "0.2"},
-            r"host b has hvdlite 0.2 .protocol 4., and host a has",
-        ),
+        ({"python": "3.12.1"}, r"host b has Python 3.12.1 .*, and host a has Python"),
+        ({"protocol": 4, "hvdlite": "0.2"}, r"host b has hvdlite 0.2 .protocol 4., and host a has"),
         ({"protocol": 0, "hvdlite_error": "ImportError: x"}, "cannot be used on host b by .*Error"),
         ({"packages": {"mpi4py": "4.1.0"}}, "host b has no numpy, and host a has 2.0"),
         ({"directory": False}, "the working directory /work does not exist on host b"),
         ({"addresses": ()}, "host b has no network but loopback"),
-        (
-            {"addresses": (), "not_wanted": ("eth1",)},
-            "host b has no interface .*: it has eth1",
-        ),
+        ({"addresses": (), "not_wanted": ("eth1",)}, "host b has no interface .*: it has eth1"),
     ],
 )
 def test_a_difference_is_one_sentence_that_names_the_host(

@@ -86,11 +86,7 @@ def test_what_a_shell_has_printed_before_is_skipped() -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [
-        frames.PREFIX.pack(MOST_BYTES + 1, 0),
-        frames.frame(b"\xc1"),
-        frames.frame(b"\x01\x02"),
-    ],
+    [frames.PREFIX.pack(MOST_BYTES + 1, 0), frames.frame(b"\xc1"), frames.frame(b"\x01\x02")],
 )
 def test_what_is_no_message_ends_the_channel(end: End, garbage: bytes) -> None:
     os.write(end.peer_write, garbage)

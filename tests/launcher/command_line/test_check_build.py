@@ -113,10 +113,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
 @needs_compiler
 @pytest.mark.parametrize(
     "body, reason",
-    [
-        ("return 0;", "a wrong sum"),
-        ("__builtin_trap();", "ended by SIG(ILL|TRAP|ABRT)"),
-    ],
+    [("return 0;", "a wrong sum"), ("__builtin_trap();", "ended by SIG(ILL|TRAP|ABRT)")],
     ids=["wrong", "crash"],
 )
 def test_code_that_compiles_and_does_not_work_is_found_out(

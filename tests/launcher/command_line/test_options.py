@@ -193,11 +193,7 @@ HIERARCHICAL = {"allreduce": "hierarchical", "device_allreduce": "hierarchical"}
     ],
 )  # fmt: skip
 def test_what_contradicts_a_flag_elsewhere_gives_way(
-    tmp_path: Path,
-    words: list[str],
-    file: str,
-    variables: dict[str, str],
-    wins: dict[str, object],
+    tmp_path: Path, words: list[str], file: str, variables: dict[str, str], wins: dict[str, object]
 ) -> None:
     """A flag wins over the config file, which wins over variables, also where names differ."""
     path = tmp_path / "config.yaml"

@@ -162,8 +162,7 @@ def test_a_discovery_script_that_hangs_later_is_killed_and_asked_again(site: Sit
 
 
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)],
+    "number", [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)]
 )
 def test_a_signal_to_the_launcher_in_a_reset_leaves_nothing(site: Site, number: int) -> None:
     with site.elastic("-np", "4", "--min-np", "1", "-H", site.spread(4)) as watch:

@@ -7,12 +7,7 @@ from statistics import median
 
 import pytest
 
-from tests.launcher.elastic_scenarios.jobs import (
-    Fault,
-    Outcome,
-    check_weights,
-    recovery_seconds,
-)
+from tests.launcher.elastic_scenarios.jobs import Fault, Outcome, check_weights, recovery_seconds
 from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(120)
@@ -115,10 +110,7 @@ def test_in_the_reset_of_another_kill(site: Site, place: str, victim: int, hosts
     in_reset(site, place, victim, 4, hosts)
 
 
-@pytest.mark.parametrize(
-    ("place", "victim"),
-    [("meeting", 1), ("sync", 0)],
-)
+@pytest.mark.parametrize(("place", "victim"), [("meeting", 1), ("sync", 0)])
 def test_at_the_start(site: Site, place: str, victim: int) -> None:
     at_start(site, place, victim, 3)
 

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.elastic_scenarios.jobs import (
-    Fault,
-    Outcome,
-    check_weights,
-    recovery_seconds,
-)
+from tests.launcher.elastic_scenarios.jobs import Fault, Outcome, check_weights, recovery_seconds
 from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(120)
