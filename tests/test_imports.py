@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
-from tests.parallel.jobs import environment
+from tests.forks import NUMPY, TORCH
+from tests.parallel.jobs import run_command
 
 TRAIN = """
 import tests.lean
@@ -29,16 +29,11 @@ run_ranks(2, lambda rank: None, config=Config(autotune={autotune}))
 """
 
 
-def imported(program: str, module: str) -> bool:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\nprint('{module}' in sys.modules)"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def imported(program: str, module: str, preload: tuple[str, ...] = NUMPY) -> bool:
+    """Whether a process that has imported `preload` has a module after it has run a program."""
+    words = [sys.executable, "-c", f"{program}\nprint('{module}' in sys.modules)"]
+    done = run_command(words, timeout=60, preload=preload)
+    assert done.returncode == 0, done.stdout
     return done.stdout.split()[-1] == "True"
 
 
@@ -77,7 +72,7 @@ def test_slices_of_data_are_imported_when_they_are_asked_for() -> None:
 def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) -> None:
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")
     program = TRAIN.format(options=f"gradient_as_bucket_view={on}")
-    assert imported(program, "hvdlite.torch.optimizer.fused_step") is on
+    assert imported(program, "hvdlite.torch.optimizer.fused_step", TORCH) is on
 
 
 @pytest.mark.parametrize(
@@ -95,10 +90,8 @@ def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) ->
 def test_a_framework_that_is_missing_is_named_with_its_extra(
     program: str, package: str, remedy: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\nsys.modules[{package!r}] = None\n{program}"],
-        env=environment(), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    words = [sys.executable, "-c", f"import sys\nsys.modules[{package!r}] = None\n{program}"]
+    done = run_command(words, timeout=60, preload=NUMPY)
     error = f"import of {package} halted; None in sys.modules: pip install {remedy}"
-    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {error}"
-    assert done.stderr.count("Traceback") == 1
+    assert done.stdout.splitlines()[-1] == f"ModuleNotFoundError: {error}"
+    assert done.stdout.count("Traceback") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,25 +12,25 @@ import pytest
 
 import hvdlite
 from hvdlite.module_aliases import OWN_NAMES, own_name
-from tests.parallel.jobs import environment
+from tests.forks import NUMPY, TORCH
+from tests.parallel.jobs import run_command
 
 PACKAGE = Path(hvdlite.__file__).parent
 
 
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True,
-        timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def run(code: str, preload: tuple[str, ...] = NUMPY) -> str:
+    """The output of a process that has imported the modules `preload`, and runs a program."""
+    done = run_command([sys.executable, "-c", code], timeout=200, preload=preload)
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-def imported(code: str) -> set[str]:
-    """Which frameworks a process has imported after it has run `code`."""
+def imported(code: str, preload: tuple[str, ...] = NUMPY) -> set[str]:
+    """Which frameworks such a process has imported."""
     lean = "import sys; sys.modules.update(matplotlib=None, sklearn=None)\n"  # As in tests.lean.
-    shown = run(lean + code + "\nprint(*{name.partition('.')[0] for name in sys.modules})")
-    return {"jax", "keras", "tensorflow", "tf_keras", "torch"} & set(shown.split())
+    shown = run(f"{lean}{code}\nprint('\\n', *sys.modules)", preload).splitlines()[-1]
+    found = {name.partition(".")[0] for name in shown.split()}
+    return {"jax", "keras", "tensorflow", "tf_keras", "torch"} & found
 
 
 def test_a_second_name_holds_for_all_below_it() -> None:
@@ -206,31 +205,9 @@ def test_horovods_modules_of_elastic_training_are_there() -> None:
 @pytest.mark.tf
 def test_a_framework_is_imported_only_for_its_own_users() -> None:
     start = "as hvd; hvd.init(); hvd.shutdown()"
-    assert imported("import hvdlite, hvdlite.data, hvdlite.launcher") == set()
-    assert imported(f"import hvdlite.numpy {start}") == set()
+    assert imported(f"import hvdlite.data, hvdlite.launcher, hvdlite.numpy {start}") == set()
     if find_spec("torch"):
-        assert imported(f"import hvdlite.torch {start}") == {"torch"}
-
-
-@pytest.mark.tf
-@pytest.mark.parametrize(
-    ("backend", "other"),
-    [
-        pytest.param("torch", "tensorflow", marks=pytest.mark.soak),
-        ("tensorflow", "torch"),
-        pytest.param("jax", "tensorflow", marks=pytest.mark.jax),
-    ],
-)
-def test_keras_imports_only_its_backend(backend: str, other: str) -> None:
-    for needed in ("keras", backend):
-        if find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed")
-    code = f"import os; os.environ['KERAS_BACKEND'] = {backend!r}\n"
-    code += "import hvdlite.keras.callbacks\n"
-    code += "from hvdlite.keras.framework import adapter; hvd = adapter()\n"
-    code += "hvd.init(); hvd.shutdown()"
-    frameworks = imported(code)
-    assert backend in frameworks and other not in frameworks
+        assert imported(f"import hvdlite.torch {start}", TORCH) == {"torch"}
 
 
 def test_editors_find_the_second_names() -> None:

@@ -58,6 +58,8 @@ def leave_at_once() -> None:
 
 def main() -> None:
     hvd.init()
+    other = "torch" if keras.backend.backend() == "tensorflow" else "tensorflow"
+    assert other not in sys.modules, "imported for nobody"
     rank, size = hvd.rank(), hvd.size()
     for make in (sgd, adam):
         optimizer = hvd.DistributedOptimizer(make())
@@ -69,8 +71,6 @@ def main() -> None:
         assert (everyone == weights).all()
     if keras.backend.backend() == "jax":
         leave_at_once()
-    if keras.backend.backend() == "torch":
-        assert "tensorflow" not in sys.modules
     sys.stdout.write(f"rank {rank} of {size} is content\n")
 
 
