@@ -36,7 +36,7 @@ def features(size: int) -> list[str]:
         name
         for path in sorted(FOLDER.glob("check_*.py"))
         for sizes, name in FEATURE.findall(path.read_text())
-        if str(size) in (sizes or "2, 4").split(", ")
+        if str(size) in (sizes or "4").split(", ")
     ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.parallel.process_group import models
-from tests.parallel.process_group.features import feature
+from tests.parallel.process_group.features import Skipped, feature
 
 try:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -110,3 +112,57 @@ def tensor_parallel_inside_fsdp() -> None:
     whole_batches = [models.make_batch(step) for step in range(2)]
     models.train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), whole_batches)
     models.close(model, alone, 1e-6)
+
+
+def counted_calls() -> Any:
+    """What counts the collectives of DTensors."""
+    try:
+        return import_module("torch.distributed.tensor.debug").CommDebugMode()
+    except ImportError:
+        raise Skipped("this release has no torch.distributed.tensor.debug") from None
+
+
+@feature()
+def dtensor_takes_the_values_of_rank_0() -> None:
+    mesh = init_device_mesh("cpu", (size := dist.get_world_size(),))
+    own = torch.full((2 * size, 2), float(dist.get_rank()))
+    for placement in (Shard(0), Replicate()):
+        assert not distribute_tensor(own, mesh, [placement]).full_tensor().any()
+
+
+@feature(4)
+def dtensor_places_a_block_as_mindspore_does() -> None:
+    """x [S0, R] times w1 [R, S1], relu, times w2 [R, S0]: partial sums, one reduce_scatter."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x, w1, w2, bias = whole(1, 8, 8), whole(2, 8, 8), whole(3, 8, 8), whole(4, 8)
+    hidden = distribute_tensor(x, mesh, [Shard(0), Replicate()]) @ distribute_tensor(
+        w1, mesh, [Replicate(), Shard(1)]
+    )
+    assert list(hidden.placements) == [Shard(0), Shard(1)]
+    active = hidden.relu()
+    assert list(active.placements) == [Shard(0), Shard(1)]
+    sums = active @ distribute_tensor(w2, mesh, [Replicate(), Shard(0)])
+    assert list(sums.placements) == [Shard(0), Partial()]
+    with counted_calls() as counted:
+        output = sums.redistribute(mesh, [Shard(0), Shard(1)])
+        output = output + distribute_tensor(bias, mesh, [Replicate(), Shard(0)])
+    assert list(output.placements) == [Shard(0), Shard(1)]
+    counts = {str(name): count for name, count in counted.get_comm_counts().items()}
+    assert [n for name, n in counts.items() if "reduce_scatter" in name] == [1], counts
+    assert not [name for name in counts if "all_reduce" in name], counts
+    expected = (x @ w1).relu() @ w2 + bias
+    torch.testing.assert_close(output.full_tensor(), expected, atol=1e-5, rtol=1e-5)
+
+
+@feature()
+def dtensor_gathers_to_cut_another_dimension() -> None:
+    """On a CPU mesh, until `hvdlite.torch.sharding` gives it an alltoall."""
+    mesh = init_device_mesh("cpu", (size := dist.get_world_size(),))
+    tensor = whole(5, 4 * size, 4 * size)
+    rows = distribute_tensor(tensor, mesh, [Shard(0)])
+    with counted_calls() as counted:
+        columns = rows.redistribute(mesh, [Shard(1)])
+    assert [str(name) for name in counted.get_comm_counts()] == [
+        "c10d_functional.all_gather_into_tensor"
+    ]
+    assert torch.equal(columns.to_local(), tensor.chunk(size, 1)[dist.get_rank()])

@@ -40,12 +40,12 @@ FEATURES: dict[str, Feature] = {}
 
 
 def feature(*sizes: int) -> Callable[[Check], Check]:
-    """Register a feature that is tried with `sizes` ranks, 2 and 4 by default."""
+    """Register a feature that is tried with `sizes` ranks, 4 by default."""
 
     def register(check: Check) -> Check:
         name = check.__name__
         assert name not in FEATURES, name
-        FEATURES[name] = Feature(name, check, sizes or (2, 4))
+        FEATURES[name] = Feature(name, check, sizes or (4,))
         return check
 
     return register

@@ -9,17 +9,22 @@ from __future__ import annotations
 import gc
 import sys
 
-import torch._dynamo  # noqa: F401 - an optimizer imports it
+# What features import, each rank for itself otherwise.
+import torch._dynamo.backends.debugging
+import torch._functorch.compilers
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.optim
+import torch.distributed.pipelining  # noqa: F401
 
 from tests.parallel.process_group import killed, worker
-from tests.parallel.start_ranks import fork, run_job
+from tests.parallel.start_ranks import fork, on_this_host, run_job
 
 KILLED = "killed"
 
 
 def run(module: str, size: int) -> int:
     """Run a job; return its exit code."""
-    return run_job(fork, [[sys.executable, "-m", module]] * size)
+    return run_job(fork, [sys.executable, "-m", module], on_this_host(size))
 
 
 if __name__ == "__main__":

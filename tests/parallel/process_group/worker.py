@@ -15,7 +15,6 @@ from tests.parallel.process_group import (  # noqa: F401 - each module registers
     check_checkpoints,
     check_ddp,
     check_dtensor,
-    check_dtensor_limits,
     check_errors,
     check_fsdp,
     check_groups,
