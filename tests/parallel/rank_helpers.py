@@ -35,6 +35,13 @@ def check(name: str = "check") -> None:
     assert total.tolist() == [size * (size + 1) / 2] * 3, total
 
 
+def call_init() -> None:
+    """What a child process does that imports the script again."""
+    import hvdlite.numpy as hvd
+
+    hvd.init()
+
+
 def belongings() -> tuple[list[str], int]:
     """The kinds of the descriptors of this process, and the number of its threads."""
     folder = "/proc/self/fd"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import NUMPY
 from tests.launcher.jobs import launch
 from tests.parallel.jobs import MPI, TCP_BY_MPIRUN, ranks, run_command
 
@@ -21,6 +22,7 @@ import numpy as np
 from tests.parallel.rank_helpers import *
 """
 HVD = "import hvdlite.numpy as hvd\n"
+MPI4PY = "from mpi4py import MPI\n"
 RESIDENT = """
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -29,7 +31,7 @@ def resident():
 
 def run(size: int, script: str, *, timeout: float = 60, **env: str) -> str:
     """Run `script` on every rank; returns the output, after all of them have ended well."""
-    command = ranks(size, sys.executable, "-c", PRELUDE + script)
+    command = ranks(size, sys.executable, "-c", PRELUDE + script, preload=NUMPY)
     done = run_command(command, timeout=timeout, **env)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(" done\n") == size, done.stdout
@@ -85,39 +87,49 @@ done()
 
 # -- MPI, started by whoever
 
+LATER = "import mpi4py; mpi4py.rc.initialize = False\n"
 STARTS = {
     "nobody": HVD + "hvd.init()",
     "hvdlite before mpi4py": HVD + "hvd.init(); from mpi4py import MPI",
-    "mpi4py before hvdlite": "from mpi4py import MPI\n" + HVD + "hvd.init()",
-    "no initialize": "import mpi4py; mpi4py.rc.initialize = False\n" + HVD + "hvd.init()",
-    "no initialize, imported": "import mpi4py; mpi4py.rc.initialize = False\n"
-    "from mpi4py import MPI\n" + HVD + "hvd.init()",
-    "no initialize, a communicator": "import mpi4py; mpi4py.rc.initialize = False\n"
-    "from mpi4py import MPI\n" + HVD + "hvd.init(MPI.COMM_WORLD)",
-    "no initialize, a list": "import mpi4py; mpi4py.rc.initialize = False\n"
-    "from mpi4py import MPI\n" + HVD + "hvd.init([0, 1])",
-    "by the user": "import mpi4py; mpi4py.rc.initialize = False\n"
-    "from mpi4py import MPI; MPI.Init()\n" + HVD + "hvd.init()",
+    "mpi4py before hvdlite": MPI4PY + HVD + "hvd.init()",
+    "no initialize": LATER + HVD + "hvd.init()",
+    "no initialize, imported": LATER + MPI4PY + HVD + "hvd.init()",
+    "no initialize, a communicator": LATER + MPI4PY + HVD + "hvd.init(MPI.COMM_WORLD)",
+    "no initialize, a list": LATER + MPI4PY + HVD + "hvd.init([0, 1])",
+    "by the user": LATER + MPI4PY + "MPI.Init()\n" + HVD + "hvd.init()",
     "by the user with a low thread level": "import mpi4py; mpi4py.rc.thread_level = 'single'\n"
-    "from mpi4py import MPI\n" + HVD + "hvd.init()",
+    + MPI4PY + HVD + "hvd.init()",
     "no finalize": "import mpi4py; mpi4py.rc.finalize = False\n" + HVD + "hvd.init()",
-    "mpi4py between two": HVD + "hvd.init(); hvd.shutdown(); from mpi4py import MPI; hvd.init()",
+    "mpi4py between two": HVD + "hvd.init(); hvd.shutdown()\n" + MPI4PY + "hvd.init()",
     "a low thread level": "import mpi4py; mpi4py.rc.threads = False\n" + HVD + "hvd.init()",
-}
+}  # fmt: skip
+# What the script does at its end; those above just end.
 ENDS = {
-    "the script ends": "",
     "shutdown": "hvd.shutdown()",
-    "shutdown and init": "hvd.shutdown(); hvd.init(); check('again')",
-    "finalize after shutdown": "hvd.shutdown(); from mpi4py import MPI; MPI.Finalize()",
-    "finalize without shutdown": "from mpi4py import MPI; MPI.Finalize()",
+    "finalize after shutdown": """hvd.shutdown(); MPI.Finalize()
+try:
+    hvd.init()
+except hvd.HorovodInternalError as error:
+    assert "MPI was ended in this process" in str(error), error
+else:
+    raise AssertionError("MPI has begun again")
+""",
+    "finalize without shutdown": "MPI.Finalize()",
 }
-
-
 # Over TCP hvdlite leaves MPI alone, so that few orders stand for all of them.
 OVER_TCP = ("nobody", "mpi4py before hvdlite", "by the user", "mpi4py between two")
 
 
-@pytest.mark.usefixtures("by_mpirun")
+def check_mpi(script: str, end: str = "") -> None:
+    """Nobody complains of an end of MPI."""
+    output = run(2, f"{script}\ncheck()\n{MPI4PY}" + """
+assert MPI.COMM_WORLD.allreduce(1) == size and hvd.mpi_enabled()
+assert MPI.COMM_WORLD.Get_errhandler() == MPI.ERRORS_RETURN
+hvd.shutdown(); hvd.init(); check("again")
+""" + f"{end}\ndone()\n")  # fmt: skip
+    assert "Error" not in output and "abort" not in output.lower(), output
+
+
 @pytest.mark.parametrize(
     ("how", "by_mpirun"),
     [
@@ -129,36 +141,15 @@ OVER_TCP = ("nobody", "mpi4py before hvdlite", "by the user", "mpi4py between tw
     ],
     indirect=["by_mpirun"],
 )
+@by_mpirun
 def test_mpi_is_started_in_every_order_of_imports(how: str) -> None:
-    run(2, STARTS[how] + """
-check()
-from mpi4py import MPI
-assert MPI.COMM_WORLD.allreduce(1) == size and hvd.mpi_enabled()
-assert MPI.COMM_WORLD.Get_errhandler() == MPI.ERRORS_RETURN
-hvd.shutdown(); hvd.init(); check("again")
-done()
-""")  # fmt: skip
+    check_mpi(STARTS[how])
 
 
 @by_mpirun
 @pytest.mark.parametrize("end", ENDS)
 def test_mpi_is_ended_once(end: str) -> None:
-    output = run(2, f"{STARTS['no initialize']}\ncheck()\n{ENDS[end]}\ndone()\n")
-    assert "Error" not in output and "abort" not in output.lower(), output
-
-
-@by_mpirun
-def test_init_after_the_end_of_mpi_is_an_error() -> None:
-    run(2, HVD + """
-hvd.init(); check(); hvd.shutdown()
-from mpi4py import MPI
-MPI.Finalize()
-try:
-    hvd.init()
-except hvd.HorovodInternalError as error:
-    assert "MPI was ended in this process" in str(error), error
-    done()
-""")  # fmt: skip
+    check_mpi(STARTS["no initialize"], ENDS[end])
 
 
 # -- ranks that are late
@@ -179,7 +170,6 @@ else:
     logging.getLogger("hvdlite").addHandler(logging.StreamHandler())
 """
 )
-MPI4PY = "from mpi4py import MPI\n"
 
 
 def check_late(output: str, misses: str) -> None:
@@ -280,28 +270,23 @@ done()
 CHILD = (
     HVD
     + """
-from tests.parallel.test_start import call_init
 if __name__ == "__main__":
     import multiprocessing, subprocess
     hvd.init(); check()
 """
 )
+
+
 SENTENCE = "was started by rank 1"
-
-
-def call_init() -> None:
-    """What a child process does that imports the script again."""
-    import hvdlite.numpy as hvd
-
-    hvd.init()
 
 
 @both
 def test_a_spawned_child_is_told_and_its_parent_goes_on() -> None:
     output = run(2, CHILD + """
-    process = multiprocessing.get_context("spawn").Process(target=call_init)
-    process.start(); process.join(30)
-    assert process.exitcode == 1, process.exitcode
+    if rank == 1:
+        process = multiprocessing.get_context("spawn").Process(target=call_init)
+        process.start(); process.join(30)
+        assert process.exitcode == 1, process.exitcode
     check("after")
     done()
 """)  # fmt: skip
@@ -312,12 +297,14 @@ def test_a_spawned_child_is_told_and_its_parent_goes_on() -> None:
 def test_a_script_that_a_rank_runs_is_told_and_its_parent_goes_on() -> None:
     output = run(2, CHILD + """
     command = [sys.executable, "-c", "import hvdlite.numpy as h; h.init()"]
-    child = subprocess.run(command, timeout=30)
-    assert child.returncode == 1, child
+    if rank == 1:
+        child = subprocess.run(command, timeout=30)
+        assert child.returncode == 1, child
     check("after")
     hvd.shutdown()
-    child = subprocess.run(command, timeout=30)
-    assert child.returncode == 1, child
+    if rank == 1:
+        child = subprocess.run(command, timeout=30)
+        assert child.returncode == 1, child
     hvd.init(); check("again")
     done()
 """)  # fmt: skip
