@@ -39,13 +39,13 @@ def ranks(
 ) -> list[str]:
     """The command line that runs `command` on `size` ranks, of this host or of `hosts`.
 
-    Without mpirun and `hosts`, the modules `preload` are imported once for all ranks.
+    Without mpirun, the modules `preload` are imported once for all ranks.
     """
     if transport != TCP:
         return [*(hosts.before if hosts else []), *mpirun(size, *command, hosts=hosts)]
     spelled = ["--hosts", hosts.spelled] if hosts else []
-    if preload and not hosts:
-        spelled = ["--preload", ",".join(preload)]
+    if preload:
+        spelled += ["--preload", ",".join(preload)]
     return [sys.executable, "-m", START_RANKS, *spelled, str(size), *command]
 
 
@@ -124,16 +124,16 @@ def clean_environment() -> dict[str, str]:
     return {**others, "OMP_NUM_THREADS": "1"}
 
 
-def program(name: str) -> list[str]:
-    """The command line of one rank of a program of ``tests.parallel.programs``."""
-    return [sys.executable, "-m", "tests.parallel.programs", name]
+def program(*names: str) -> list[str]:
+    """The command line of one rank of programs of ``tests.parallel.programs``."""
+    return [sys.executable, "-m", "tests.parallel.programs", *names]
 
 
 def run_program(
-    size: int, name: str, *, timeout: float = 120, **variables: str
+    size: int, *names: str, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of ``tests.parallel.programs`` on `size` ranks; no process is left behind."""
-    command = ranks(size, *program(name), preload=("hvdlite.numpy",))
+    """Run programs of ``tests.parallel.programs`` on `size` ranks; no process is left behind."""
+    command = ranks(size, *program(*names), preload=NUMPY)
     return run_command(command, timeout=timeout, **variables)
 
 

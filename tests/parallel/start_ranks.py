@@ -14,12 +14,14 @@ a line ``JOB name ended with code``.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
 import runpy
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,8 @@ from typing import NamedTuple, NoReturn
 
 from hvdlite.launcher.processes.signals import die_with_parent
 from tests.ports import LOOPBACK, free_port
+
+CLONE_NEWUTS, CLONE_NEWNET = 0x4000000, 0x40000000
 
 
 class Host(NamedTuple):
@@ -46,6 +50,16 @@ class Host(NamedTuple):
         enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
         return [*enter, "sh", "-c", script, "sh", *command]
 
+    def enter(self) -> None:
+        """Let this process, which has one thread, be there."""
+        if self.namespace:
+            system = ctypes.CDLL(None, use_errno=True)
+            with open(f"/run/netns/{self.namespace}") as namespace:
+                failed = system.setns(namespace.fileno(), CLONE_NEWNET)
+            if failed or system.unshare(CLONE_NEWUTS):
+                raise OSError(ctypes.get_errno(), f"no way into {self.namespace}")
+            socket.sethostname(self.namespace)
+
 
 def read_host(text: str) -> Host:
     """Parse one element of --hosts."""
@@ -53,16 +67,18 @@ def read_host(text: str) -> Host:
     return Host(namespace, address, int(slots))
 
 
+HERE = Host("", LOOPBACK, 1)
 follow_parent = die_with_parent(signal.SIGKILL) or (lambda: None)
 
 
-def fork(command: list[str], variables: dict[str, str]) -> Callable[[], int]:
+def fork(command: list[str], variables: dict[str, str], host: Host = HERE) -> Callable[[], int]:
     """Start a rank that has what this process has imported; return what waits for its exit code."""
     sys.stdout.flush()
     process = os.fork()
     if process:
         return lambda: os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     follow_parent()
+    host.enter()
     os.environ.update(variables)
     run_python(*command[1:])
 
@@ -78,34 +94,35 @@ def run_python(flag: str, program: str, *arguments: str) -> NoReturn:
     sys.exit()  # Not os._exit(): the engine serves other ranks until they have left, too.
 
 
-def start(command: list[str], variables: dict[str, str]) -> Callable[[], int]:
+def start(command: list[str], variables: dict[str, str], host: Host = HERE) -> Callable[[], int]:
     """Start a rank; return what waits for its exit code."""
     return subprocess.Popen(
-        command,
+        host.command(command),
         env={**os.environ, **variables},
         preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - it makes one system call
     ).wait
 
 
 def run_job(
-    begin: Callable[[list[str], dict[str, str]], Callable[[], int]],
-    commands: Sequence[list[str]],
-    address: str = LOOPBACK,
+    begin: Callable[[list[str], dict[str, str], Host], Callable[[], int]],
+    command: list[str],
+    hosts: Sequence[Host],
     variables: Mapping[str, str] | None = None,
 ) -> int:
-    """Run the commands of all ranks, of which the first serves the meeting; return the exit code.
+    """Run a command on all ranks, of which the first serves the meeting; return the exit code.
 
     `begin` is `start` or `fork`.
     """
+    places = [host for host in hosts for _ in range(host.slots)]
     common = {
         **(variables or {}),
-        "HVDLITE_SIZE": str(len(commands)),
-        "HVDLITE_RENDEZVOUS": f"{address}:{free_port()}",
+        "HVDLITE_SIZE": str(len(places)),
+        "HVDLITE_RENDEZVOUS": f"{hosts[0].address}:{free_port()}",
         "HVDLITE_SECRET": secrets.token_hex(16),
     }
     ranks = [
-        begin(command, {**common, "HVDLITE_RANK": str(rank)})
-        for rank, command in enumerate(commands)
+        begin(command, {**common, "HVDLITE_RANK": str(rank)}, host)
+        for rank, host in enumerate(places)
     ]
     codes = [wait() for wait in ranks]
     return next((code if code > 0 else 128 - code for code in codes if code), 0)
@@ -120,23 +137,26 @@ def main() -> int:
     parser.add_argument("size", type=int, nargs="?", default=0)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    given = [read_host(text) for text in filter(None, options.hosts.split(","))]
-    hosts = given or [Host("", LOOPBACK, options.size)]
+    hosts = [read_host(text) for text in filter(None, options.hosts.split(","))]
     for module in filter(None, options.preload.split(",")):
         import_module(module)
     gc.collect()
     gc.freeze()  # Collections of ranks would look through it, and copy it.
     if options.jobs:
         return run_jobs(json.loads(options.jobs.read_text()))
-    commands = [host.command(options.command) for host in hosts for _ in range(host.slots)]
-    return run_job(fork if options.preload else start, commands, hosts[0].address)
+    begin = fork if options.preload else start
+    return run_job(begin, options.command, hosts or on_this_host(options.size))
+
+
+def on_this_host(size: int) -> list[Host]:
+    return [HERE._replace(slots=size)]
 
 
 def run_jobs(jobs: list[tuple[str, int, list[str], dict[str, str]]]) -> int:
     """Run jobs one after the other; the exit code is that of the first that failed."""
     codes = []
     for name, size, command, variables in jobs:
-        codes.append(run_job(fork, [command] * size, variables=variables))
+        codes.append(run_job(fork, command, on_this_host(size), variables))
         os.write(1, f"\nJOB {name} ended with {codes[-1]}\n".encode())
     return next(filter(None, codes), 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,25 +11,50 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import NUMPY
 from tests.parallel.hosts import two_hosts
-from tests.parallel.jobs import MPI, TCP, environment, program, ranks, run_command, run_program
+from tests.parallel.jobs import (
+    MPI,
+    TCP,
+    TCP_BY_MPIRUN,
+    environment,
+    program,
+    ranks,
+    run_command,
+    run_program,
+)
 
 both = pytest.mark.usefixtures("transport")
 
 
-def check(size: int, name: str, well: int | None = None, **variables: str) -> str:
-    """Run a program; `well` of its ranks must end well (all of them, unless one is to die)."""
-    done = run_program(size, name, **variables)
-    assert done.stdout.count("rank done") == (size if well is None else well), done.stdout
+def check(size: int, *names: str, well: int | None = None, **variables: str) -> str:
+    """Run programs; `well` of the ranks must end well (all of them, unless one is to die)."""
+    done = run_program(size, *names, **variables)
+    expected = dict.fromkeys(names, size if well is None else well)
+    assert {n: done.stdout.count(f"rank done: {n}\n") for n in names} == expected, done.stdout
     if well is None:
         assert done.returncode == 0, done.stdout
     return done.stdout
 
 
+@both
+def test_programs_in_one_job_with_a_shutdown_after_each(transport: str) -> None:
+    """The last one ends without a shutdown, rank 0 long before the others."""
+    programs = ["collectives", "planes", "again", "parts", "process_sets_of_lists", "interrupted"]
+    of_mpi = ["communicators", "process_sets"] if transport == MPI else []
+    check(4, *programs, *of_mpi, "forks_a_child_that_ends", "leaves_early")
+
+
+@pytest.mark.parametrize("by_mpirun", [TCP_BY_MPIRUN], indirect=True)
+@pytest.mark.usefixtures("by_mpirun")
+def test_communicators() -> None:
+    check(4, "communicators", "process_sets")
+
+
 @pytest.mark.parametrize(
     ("size", "transport"),
     [
-        *((1, TCP), (2, TCP), (8, TCP), (2, MPI)),
+        *((1, TCP), (8, TCP)),
         *(pytest.param(size, MPI, marks=pytest.mark.soak) for size in (1, 8)),
     ],
     indirect=["transport"],
@@ -40,21 +64,13 @@ def test_every_collective(size: int) -> None:
     check(size, "collectives")
 
 
-@both
-@pytest.mark.parametrize("plane", ["shm", "ring", "hierarchical"])
-def test_every_data_plane(plane: str) -> None:
-    other = "ring" if plane == "hierarchical" else plane
-    check(3, "collectives", HVDLITE_ALLREDUCE=plane, HVDLITE_DATA_PLANE=other)
-
-
-@pytest.mark.usefixtures("over_mpi")
-def test_the_data_plane_of_mpi() -> None:
-    check(3, "collectives", HVDLITE_ALLREDUCE="mpi", HVDLITE_DATA_PLANE="mpi")
+def test_every_data_plane_of_three_ranks() -> None:
+    check(3, "planes")
 
 
 def check_two_hosts(folder: Path, plane: str) -> None:
     with two_hosts(folder, (2, 2)) as hosts:
-        command = ranks(4, *program("collectives"), hosts=hosts)
+        command = ranks(4, *program("collectives"), hosts=hosts, preload=NUMPY)
         variables = {"HVDLITE_ALLREDUCE": plane, "HVDLITE_DATA_PLANE": plane, "HOSTS": "2"}
         done = run_command(command, **variables)
     assert done.stdout.count("rank done") == 4 and done.returncode == 0, done.stdout
@@ -89,38 +105,8 @@ def test_two_hosts_with_the_data_plane_of_mpi(tmp_path: Path) -> None:
 @both
 def test_a_rank_that_is_killed_on_another_host_is_named(victim: str, tmp_path: Path) -> None:
     with two_hosts(tmp_path, (2, 2)) as hosts:
-        done = run_command(ranks(4, *program("killed"), hosts=hosts), VICTIM=victim)
+        done = run_command(ranks(4, *program("killed"), hosts=hosts, preload=NUMPY), VICTIM=victim)
     assert done.stdout.count("rank done") == 3, done.stdout
-
-
-@both
-def test_init_after_shutdown() -> None:
-    check(3, "again")
-
-
-@both
-def test_a_barrier_that_a_signal_ended_and_barriers_of_several_threads() -> None:
-    check(2, "interrupted")
-
-
-@both
-def test_parts_of_the_world() -> None:
-    check(4, "parts")
-
-
-@pytest.mark.usefixtures("by_mpirun")
-def test_parts_of_the_world_by_communicators() -> None:
-    check(4, "communicators")
-
-
-@both
-def test_process_sets() -> None:
-    check(4, "process_sets_of_lists")
-
-
-@pytest.mark.usefixtures("by_mpirun")
-def test_process_sets_from_communicators() -> None:
-    check(4, "process_sets")
 
 
 @both
@@ -146,28 +132,19 @@ def test_ranks_that_disagree_print_their_own_lines_alone() -> None:
     assert "ranks disagree on shape: rank 0 has (3,), rank 1 has (4,)" in output
 
 
-@both
-def test_a_script_that_forgets_shutdown_ends_well() -> None:
+def test_a_script_that_forgets_shutdown_ends_well() -> None:  # test_start.py has it over MPI.
     check(3, "forgets_shutdown")
-
-
-@both
-def test_a_rank_may_end_before_the_others() -> None:
-    check(3, "leaves_early")
 
 
 @pytest.mark.parametrize(
     ("how", "transport"),
-    [
-        *(("end of script", TCP), ("exit", TCP), ("shutdown", TCP), ("kill", TCP)),
-        *(("exit", MPI), ("kill", MPI)),
-    ],
+    [("end of script", TCP), ("shutdown", TCP), ("kill", TCP), ("kill", MPI)],
     indirect=["transport"],
 )
 @both
 def test_who_waits_in_join_hears_of_a_rank_that_leaves(how: str) -> None:
-    done = run_program(3, "leaves_a_join", HOW=how, HVDLITE_STALL_CHECK_DISABLE="1")
-    assert done.stdout.count("rank done") >= 2, done.stdout
+    well = 2 if how == "kill" else 3
+    check(3, "leaves_a_join", well=well, HOW=how, HVDLITE_STALL_CHECK_DISABLE="1")
 
 
 IN_CIRCLES = "ranks wait for each other, and none of them will ever go on"
@@ -184,7 +161,8 @@ def test_ranks_that_wait_for_each_other_are_told_so_at_once(
         done = run_program(size, "waits_for_each_other", **variables)
     else:
         with two_hosts(tmp_path, (2, 2)) as places:
-            command = ranks(size, *program("waits_for_each_other"), hosts=places)
+            words = program("waits_for_each_other")
+            command = ranks(size, *words, hosts=places, preload=NUMPY)
             done = run_command(command, **variables)
     before, found, after = done.stdout.partition(f"{size} {IN_CIRCLES}")
     assert found and "stalled" not in before, done.stdout
@@ -216,36 +194,6 @@ def test_a_forked_child_is_no_rank_and_does_not_hide_a_death() -> None:
     sleeper = re.search(r"sleeper (\d+)", output)
     assert sleeper is not None
     os.kill(int(sleeper.group(1)), signal.SIGKILL)
-
-
-@both
-def test_a_forked_child_that_ends_normally_ends() -> None:
-    check(2, "forks_a_child_that_ends")
-
-
-@both
-def test_init_after_a_failed_init() -> None:
-    check(2, "other_settings")
-
-
-@pytest.mark.usefixtures("over_mpi")
-def test_the_mpi_backend_runs_everything_when_asked_for(tmp_path: Path) -> None:
-    timeline = tmp_path / "timeline.json"
-    planes = {"HVDLITE_ALLREDUCE": "mpi", "HVDLITE_DATA_PLANE": "mpi"}
-    check(2, "collectives", HVDLITE_TIMELINE=str(timeline), **planes)
-    activities = {event.get("name") for event in json.loads(timeline.read_text())}
-    for collective in ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER"):
-        assert f"MPI_{collective}" in activities or collective == "BROADCAST", activities
-        assert f"SHM_{collective}" not in activities
-
-
-@both
-def test_two_versions_in_one_job_are_an_error_at_init() -> None:
-    check(3, "other_version")
-
-
-def test_a_timeline_that_cannot_be_written_is_an_error_at_init() -> None:
-    check(2, "wrong_timeline", HVDLITE_TIMELINE="/nonexistent/timeline.json")
 
 
 def test_without_a_launcher_a_script_is_a_job_of_one_rank() -> None:
