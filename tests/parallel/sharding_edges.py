@@ -1,18 +1,14 @@
-"""Sharded parts of unusual modules, against one process, and what is refused in them.
-
-python -m tests.parallel.sharding_edges
-"""
+"""Sharded parts of unusual modules, against one process, and what is refused in them."""
 
 from __future__ import annotations
 
 import copy
 import math
-import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
@@ -29,6 +25,16 @@ def whole_batch() -> Any:
 
 def own(batch: Any) -> Any:
     return batch[hvd.rank() * SHARE : (hvd.rank() + 1) * SHARE]
+
+
+def expect(words: str, call: Any, *arguments: Any, kind: Any = ValueError, **options: Any) -> None:
+    """The call raises an error of this kind that says these words."""
+    try:
+        call(*arguments, **options)
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"no error with {words!r}")
 
 
 class Tied(torch.nn.Module):
@@ -76,12 +82,7 @@ def check_meshes() -> None:
         ((1, size), ("a", "a"), "has 2 different names"),
         ((1, size), ("a",), "has 2 different names"),
     ):
-        try:
-            sharding.mesh(shape, names)
-        except ValueError as error:
-            assert words in str(error), error
-        else:
-            raise AssertionError(words)
+        expect(words, sharding.mesh, shape, names)
 
 
 def check_a_mesh_of_some_ranks() -> None:
@@ -93,12 +94,7 @@ def check_a_mesh_of_some_ranks() -> None:
     columns = sharding.shard(torch.square, ((1, half),), mesh=mesh)
     assert torch.equal(columns(share), share**2)
     if half > 1:
-        try:
-            columns(torch.ones(1 + part, WIDTH))
-        except ValueError as error:
-            assert f"(1, {WIDTH}); (2, {WIDTH})" in str(error), error
-        else:
-            raise AssertionError("shares of other sizes were taken")
+        expect(f"(1, {WIDTH}); (2, {WIDTH})", columns, torch.ones(1 + part, WIDTH))
 
 
 def check_ranks_that_give_other_tensors() -> None:
@@ -116,12 +112,7 @@ def check_ranks_that_give_other_tensors() -> None:
         ((one,) if first else (), "(2, 3); no tensor"),
     ):
         for sharded in (sharding.shard(part), sharding.shard(part, ((size, 1),))):
-            try:
-                sharded(*given)
-            except ValueError as error:
-                assert words in str(error), error
-            else:
-                raise AssertionError(f"{words} were taken")
+            expect(words, sharded, *given)
 
 
 def check_random_numbers() -> None:
@@ -200,12 +191,8 @@ def check_strategies_of_operators() -> None:
     assert torch.allclose(sharded(own(batch)), expected, atol=1e-5)
     longer = torch.randn(SHARE * size, 5, 8)
     assert sharded(own(longer)).shape == (SHARE, 5, 8), "another shape is planned again"
-    try:
-        sharding.shard(torch.relu, strategies={"tanh": ((1, 1),)})(own(whole_batch()))
-    except ValueError as error:
-        assert "'tanh', which is no operator" in str(error), error
-    else:
-        raise AssertionError("a strategy of no operator was taken")
+    tanh = sharding.shard(torch.relu, strategies={"tanh": ((1, 1),)})
+    expect("'tanh', which is no operator", tanh, own(whole_batch()))
 
 
 def check_ranks_that_plan_differently() -> None:
@@ -215,12 +202,7 @@ def check_ranks_that_plan_differently() -> None:
     broken: Any = ((size, 1, 1),) if first else ((size, 1),)
     alone = "would fit" if first else "rank 0 cannot plan"
     for strategy, words in ((mine, "plan a sharded part differently"), (broken, alone)):
-        try:
-            sharding.shard(torch.relu, strategy)(own(whole_batch()))
-        except ValueError as error:
-            assert words in str(error), error
-        else:
-            raise AssertionError("ranks went on with other plans")
+        expect(words, sharding.shard(torch.relu, strategy), own(whole_batch()))
 
 
 def check_arguments_by_keyword() -> None:
@@ -235,12 +217,7 @@ def check_arguments_by_keyword() -> None:
         (lambda: one(share, factor=2), TypeError, "factor"),
         (lambda: one(share, shift=share), ValueError, "planned for 1 tensors is called with 2"),
     ):
-        try:
-            wrong()
-        except error as raised:
-            assert words in str(raised), raised
-        else:
-            raise AssertionError(words)
+        expect(words, wrong, kind=error)
 
 
 def check_outputs_are_numbered_alike() -> None:
@@ -256,12 +233,8 @@ def check_a_second_try() -> None:
     """What a refused plan leaves is the module as it was."""
     layer, batch = torch.nn.Linear(WIDTH, WIDTH), whole_batch()
     expected = own(layer(batch)).detach()
-    try:
-        sharding.shard(layer, example=own(batch), strategies={"": ((1, 1), (1, WIDTH + 1))})
-    except ValueError as error:
-        assert "would fit" in str(error), error
-    else:
-        raise AssertionError("no error")
+    wrong = {"": ((1, 1), (1, WIDTH + 1))}
+    expect("would fit", sharding.shard, layer, example=own(batch), strategies=wrong)
     assert not hasattr(layer.weight, "to_local") and torch.equal(own(layer(batch)), expected)
     part = sharding.shard(layer, example=own(batch), strategies={"": ((1, 1), (1, hvd.size()))})
     assert torch.allclose(part(own(batch)), expected, atol=1e-5)
@@ -367,12 +340,8 @@ def check_second_derivatives_are_refused() -> None:
         sharding.shard(layer, example=share, strategies=cuts), sharding.shard(lambda x: x**3)
     ):  # fmt: skip
         output = part(share)
-        try:
-            torch.autograd.grad(output.square().sum(), share, create_graph=True)
-        except RuntimeError as error:
-            assert "a sharded part has no second derivatives" in str(error), error
-        else:
-            raise AssertionError("no error")
+        twice = partial(torch.autograd.grad, output.square().sum(), share, create_graph=True)
+        expect("a sharded part has no second derivatives", twice, kind=RuntimeError)
 
 
 CHECKS = [
@@ -393,10 +362,3 @@ CHECKS = [
     check_second_derivatives_are_refused,
     check_gradients_of_parameters_come_before_those_of_inputs,
 ]
-
-if __name__ == "__main__":
-    hvd.init_process_group()
-    for check in CHECKS:
-        check()
-    dist.destroy_process_group()
-    sys.stdout.write("is content\n")

@@ -26,9 +26,10 @@ from hvdlite.torch.sharding.dtensor import (
     distribute_tensor,
     placement_types,
 )
+from tests.parallel.sharding_edges import SHARE, WIDTH, expect, own
 from tests.torch.sharded_training import COUNTS, Counting
 
-SHARE, WIDTH, STEPS = 4, 8, 3
+STEPS = 3
 Partial: Any = getattr(placement_types, "Partial", None) or placement_types._Partial
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
@@ -90,10 +91,6 @@ class _Part(torch.nn.Module):
 
 def whole_batch() -> Any:
     return torch.arange(SHARE * hvd.size() * WIDTH, dtype=torch.float64).reshape(-1, WIDTH).sin()
-
-
-def own(batch: Any) -> Any:
-    return batch[hvd.rank() * SHARE : (hvd.rank() + 1) * SHARE]
 
 
 def groups_of(network: Network) -> list[dict[str, Any]]:
@@ -188,7 +185,7 @@ def check_copies() -> None:
         optimizer_of_it.zero_grad()
         loss.backward(retain_graph=True)
         assert float(optimizer_of_it.step(lambda: torch.tensor(3.0))) == 3
-        expect("modified by an inplace operation", loss.backward, RuntimeError)
+        expect("modified by an inplace operation", loss.backward, kind=RuntimeError)
     check_equal(twins["network"].values(), network.values(), "a copy")
 
 
@@ -234,34 +231,25 @@ def check_summands() -> None:
         square = weight.square().sum()
         weight.grad = DTensor.from_local(share, mesh, [Partial()])
         prepare(torch.optim.SGD([weight], 1.0)).step()
-        expect("modified by an inplace operation", square.backward, RuntimeError)
+        expect("modified by an inplace operation", square.backward, kind=RuntimeError)
         found.append(weight.to_local().detach())
     assert torch.equal(found[1], whole - sum(range(1, hvd.size() + 1)))
     assert torch.equal(*found)
-
-
-def expect(words: str, call: Callable[[], Any], kind: type[Exception] = ValueError) -> None:
-    try:
-        call()
-    except kind as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"no error with {words!r}")
 
 
 def check_refused() -> None:
     network = Network().sharded()
     parameters = list(network.parameters())
     for make in (torch.optim.LBFGS, torch.optim.Adafactor):
-        expect("each element on its own", lambda make=make: sharding.local_step(make(parameters)))
+        expect("each element on its own", sharding.local_step, make(parameters))
     traced = torch.optim.SGD(parameters, 0.1, differentiable=True)
-    expect("differentiable=True", lambda: sharding.local_step(traced))
+    expect("differentiable=True", sharding.local_step, traced)
     scheduled = torch.optim.SGD(parameters, 0.1)
     torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.9)
-    expect("before the scheduler", lambda: sharding.local_step(scheduled))
+    expect("before the scheduler", sharding.local_step, scheduled)
     linear = torch.nn.Linear(2, 2)
     wrapped = hvd.DistributedOptimizer(torch.optim.SGD(linear.parameters(), 0.1))
-    expect("plain optimizer", lambda: sharding.local_step(wrapped))
+    expect("plain optimizer", sharding.local_step, wrapped)
     optimizer = sharding.local_step(torch.optim.Adam(parameters, 0.1))
     train(network, optimizer, own(whole_batch()), 1)
     weight = network.part.layers[0].weight

@@ -11,7 +11,9 @@ from tests.parallel.jobs import Job, Jobs
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
-SIZES = {"worker_sharded_inference": 4, "worker_sharding": 4}
+SIZES = {
+    "worker_sharded_inference": 4, "worker_sharding": 4, "sharding_steps": 2, "sharding_calls": 2
+}  # fmt: skip
 COMPILED, TOGETHER = "worker_sharding_compiled", "worker_sharding_together"
 
 

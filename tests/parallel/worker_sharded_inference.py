@@ -21,7 +21,7 @@ import hvdlite.torch as hvd
 from hvdlite.torch import sharding
 from hvdlite.torch.sharding.dtensor import DTensor, Shard
 
-WIDTH, WIDE = 2048, 8192
+WIDTH, WIDE = 1024, 8192
 
 
 class Feed(torch.nn.Module):
