@@ -23,10 +23,10 @@ from hvdlite.common.gradients.buckets import CROWDED, ENOUGH_BYTES
 from hvdlite.tf.native.loader import library
 from tests.short_calls import short_calls
 
-COLLECTIVES = 12
-IN_A_SESSION = 8  # sessions take long to prepare large graphs
+COLLECTIVES = 6
+IN_A_SESSION = 4  # sessions take long to prepare large graphs
 LIMIT_SECONDS = 60
-STEPS, MOST_STEPS = 20, 2000
+STEPS, MOST_STEPS = 8, 2000
 
 
 def own_order(count: int) -> list[int]:
