@@ -26,9 +26,10 @@ def test_each_test_ends_once_where_workers_die(tmp_path: Path) -> None:
         lines = [test.format(name=f"{name}_{number}") for number, test in enumerate(tests)]
         (tmp_path / f"test_{name}.py").write_text("".join(lines))
     variables = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
+    variables["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # To import the others takes longer.
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "tests.distribution", "-n", "2"),
+            *(sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.distribution", "-n", "2"),
             *("--dist", "loadscope", "-c", os.devnull, f"--rootdir={tmp_path}", str(tmp_path)),
         ],
         check=False, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
+from tests.forks import NUMPY
 from tests.parallel.jobs import ranks, run_command
 from tests.ranks import run_ranks
 
@@ -35,7 +36,7 @@ except hvd.HorovodInternalError as error:
 
 
 def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    command = ranks(4, sys.executable, "-c", PROGRAM, str(tmp_path / "it"))
+    command = ranks(4, sys.executable, "-c", PROGRAM, str(tmp_path / "it"), preload=NUMPY)
     result = run_command(command, timeout=60)
     assert result.returncode != 0
     assert "heard of it" in result.stdout
