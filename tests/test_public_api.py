@@ -108,6 +108,18 @@ def test_numpy() -> None:
     assert signatures(module) == golden(NUMPY_FILE)
 
 
+@pytest.mark.parametrize(
+    ("name", "needed", "file"),
+    [
+        pytest.param("hvdlite.ray", "ray", RAY_FILE, marks=pytest.mark.ray),
+        pytest.param("hvdlite.spark", "pyspark", SPARK_FILE, marks=pytest.mark.spark),
+    ],
+)
+def test_clusters(name: str, needed: str, file: Path) -> None:
+    pytest.importorskip(needed)
+    assert signatures(importlib.import_module(name)) == golden(file)
+
+
 @pytest.mark.tf
 @pytest.mark.parametrize("name", ELASTIC_FILES)
 def test_elastic_training(name: str) -> None:
