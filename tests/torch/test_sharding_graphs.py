@@ -16,12 +16,7 @@ from tests.torch.sharding_graphs import RandomGraph
 RANKS = [2, 3, 4, 6, 8]
 ALWAYS, ALL = 24, 500
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.filterwarnings("ignore:.*runs on whole inputs")

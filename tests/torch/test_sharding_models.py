@@ -23,13 +23,7 @@ from tests.torch.sharded_ranks import (
 RANKS = [2, 3, 4, 6, 8]
 BATCH, WORDS, WIDTH, HEADS = 24, 6, 48, 24
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Attention(nn.Module):
@@ -135,7 +129,7 @@ def batch(*shape: int) -> Any:
     return torch.randn(*(shape or (BATCH, WORDS, WIDTH)))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_columns_and_rows(ranks: int) -> None:
     block = Block()
     found = check_against_one_process(block, [batch()], of_block(ranks), ranks)
@@ -148,14 +142,14 @@ def test_columns_and_rows(ranks: int) -> None:
         assert ranks in heads, (name, heads)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_two_blocks_exchange(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_two_blocks_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as by hand: words are gathered and summed twice in a block, and the same back.
 
     Query, key and value come from one gather, which the plan counts once. Of all gradients that
     ranks add for norms and biases the sums are one exchange, of none that is not trained.
     """
     calls: list[str] = []
+    ranks = 4
 
     def counted(name: str) -> Any:
         exchange = getattr(ThreadCollectives, name)
@@ -181,7 +175,7 @@ def test_what_two_blocks_exchange(ranks: int, monkeypatch: pytest.MonkeyPatch) -
     assert not {"0.n1.weight", "0.n1.bias"} & set(found.gradients)
 
 
-@pytest.mark.parametrize(("ranks", "rows_of_mesh"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)])
+@pytest.mark.parametrize(("ranks", "rows_of_mesh"), [(4, 2), (6, 2), (6, 3)])
 def test_batch_and_columns(ranks: int, rows_of_mesh: int) -> None:
     a, b = rows_of_mesh, ranks // rows_of_mesh
     strategies = {
@@ -192,7 +186,7 @@ def test_batch_and_columns(ranks: int, rows_of_mesh: int) -> None:
     assert found.plan["attention.q"].strategy == strategies["attention.q"]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_a_block_of_llama(ranks: int) -> None:
     cuts = of_attention(ranks, "attention.") | {
         "gate": columns(ranks), "up": columns(ranks), "down": rows(ranks),
@@ -201,9 +195,10 @@ def test_a_block_of_llama(ranks: int) -> None:
     check_against_one_process(Llama(), [batch()], {}, ranks)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("cut", ["rows", "columns", "classes", "nothing"])
-def test_words_to_a_loss(ranks: int, cut: str) -> None:
+@pytest.mark.parametrize(
+    ("cut", "ranks"), [("rows", 3), ("columns", 4), ("classes", 3), ("classes", 4), ("nothing", 6)]
+)
+def test_words_to_a_loss(cut: str, ranks: int) -> None:
     """The tied weight is used by words and by classes, and its gradients are added."""
     given: dict[str, Any] = {
         "rows": {"words": ((ranks, 1), (1, 1))},
@@ -218,59 +213,6 @@ def test_words_to_a_loss(ranks: int, cut: str) -> None:
     found = check_against_one_process(Language(), [words, target], strategies, ranks)
     if cut == "classes":
         assert found.plan["cross_entropy_loss"].strategy == ((1, ranks), (1,))
-
-
-class Losses(nn.Module):
-    """Cross entropies by all reductions, with all of the classes cut."""
-
-    def forward(self, logits: Any, target: Any) -> Any:
-        return tuple(
-            functional.cross_entropy(logits, target, reduction=each, ignore_index=1)
-            for each in ("mean", "sum", "none")
-        )
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_no_rank_has_all_logits(ranks: int) -> None:
-    logits, target = 9 * batch(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))
-    cut = {f"cross_entropy_loss{end}": ((1, ranks), (1,)) for end in ("", "_1", "_2")}
-    found = check_against_one_process(Losses(), [logits, target], cut, ranks)
-    size = logits.nbytes
-    assert found.received_bytes < 3 * size // ranks, "only the batch is cut anew"
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_an_encoder_layer_of_torch(ranks: int, norm_first: bool) -> None:
-    layer = nn.TransformerEncoderLayer(
-        WIDTH, 12, 96, dropout=0.0, batch_first=True, norm_first=norm_first
-    )
-    cuts = {"linear1": columns(ranks), "linear2": rows(ranks)}
-    check_against_one_process(layer, [batch()], cuts, ranks)
-    heads = {"self_attn.scaled_dot_product_attention": ((1, ranks, 1, 1),) * 3}
-    check_against_one_process(layer, [batch()], cuts | heads, ranks)
-    check_against_one_process(layer.eval(), [batch()], cuts, ranks)
-
-
-class SelfAttention(nn.Module):
-    """torch's attention with its weights, which it computes by products of batches."""
-
-    def __init__(self, mask: bool) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 12, batch_first=True)
-        self.mask = mask
-
-    def forward(self, x: Any) -> Any:
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.mask else None
-        return self.inner(x, x, x, attn_mask=mask)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("mask", [False, True])
-def test_multihead_attention_of_torch(ranks: int, mask: bool) -> None:
-    cuts: dict[str, Any] = {"input0": ((1, 1, ranks),)}
-    check_against_one_process(SelfAttention(mask), [batch()], cuts, ranks)
-    check_against_one_process(SelfAttention(mask), [batch()], {}, ranks)
 
 
 class Many(nn.Module):
@@ -298,7 +240,7 @@ class Many(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*runs on whole inputs")
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_other_operators(ranks: int) -> None:
     check_against_one_process(Many(), [batch()], {}, ranks)
     check_against_one_process(Many(), [batch()], {"input0": ((1, 1, ranks),)}, ranks)
