@@ -144,7 +144,8 @@ def _fitting(method: Method) -> Method:
 
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         _meet_server_optimizer(self)  # Before `fit` builds the optimizer, which calls the servers.
-        if kwargs.get("epochs") == 0 and _is_elastic(kwargs.get("callbacks")):
+        is_elastic = _is_elastic(kwargs.get("callbacks"))
+        if kwargs.get("epochs") == 0 and is_elastic:
             kwargs |= {"epochs": 1, "initial_epoch": 1}  # None either, and Keras 2 takes it.
         parts = [*parts_of(getattr(self, "optimizer", None))]
         added: list[Any] = [part.rollback_teller() for part in parts if hasattr(part, ON_SERVERS)]
@@ -171,11 +172,21 @@ def _fitting(method: Method) -> Method:
 
 
 def _is_elastic(callbacks: Any) -> bool:
+    """Return whether callbacks are those of elastic training. Raises ValueError for a backup."""
     from hvdlite.keras.callbacks.elastic import StateCallback
 
-    return isinstance(callbacks, (list, tuple)) and any(
-        isinstance(callback, StateCallback) for callback in callbacks
-    )
+    if not isinstance(callbacks, (list, tuple)):
+        return False
+    is_elastic = any(isinstance(callback, StateCallback) for callback in callbacks)
+    names = {each.__name__ for callback in callbacks for each in type(callback).__mro__}
+    if is_elastic and "BackupAndRestore" in names:
+        raise ValueError(
+            "BackupAndRestore beside callbacks of an elastic state: after a reset it would replace "
+            "what all ranks have committed by its last backup, on its rank alone. Leave it out, as "
+            "commits resume within the job; a job that begins anew loads a checkpoint before its "
+            "state is made"
+        )
+    return is_elastic
 
 
 def _is_stale(model: Any, exchange: Exchange) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,49 @@ def test_an_epoch_goes_on_where_it_was_committed(
     assert second == [(1, b) for b in range(4, 8)]
     assert third == [(1, 8), (1, 9)] + [(2, b) for b in range(BATCHES)]
     assert last == [(2, BATCHES - 1)] + [(3, b) for b in range(BATCHES)]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_averages_are_swapped_back_before_an_epoch_is_committed(is_last: bool) -> None:
+    """`SwapEMAWeights` does it as the next epoch begins, wherever it is in the list."""
+
+    def weights(at: tuple[int, int] | None) -> list[np.ndarray]:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.01, use_ema=True, ema_momentum=0.5), "mse")
+        model.optimizer.build(model.trainable_variables)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        failures = iter([at, None])
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+            others = [*all_callbacks(state, (0, 1, 2), 5), Failing(state, next(failures))]
+            callbacks = [*others, swap] if is_last else [swap, *others]
+            epochs = {"epochs": 3, "initial_epoch": state.epoch}
+            model.fit(**batches(X, Y, 4), verbose=0, callbacks=callbacks, **epochs)
+
+        hvd.init()
+        try:
+            train(state)
+        finally:
+            hvd.shutdown()
+        return [np.array(each.numpy()) for each in state_of(model)]
+
+    # The last commit before it is that of the epoch.
+    for one, other in zip(weights((1, 1)), weights(None), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_a_backup_beside_commits_is_refused(tmp_path: Path) -> None:
+    def main(rank: int) -> None:
+        state = begun()
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+        callbacks = [*all_callbacks(state, (0, 1, 2)), backup]
+        with pytest.raises(ValueError, match="BackupAndRestore beside callbacks of an elastic"):
+            state.model.fit(**batches(X, Y, 4), verbose=0, callbacks=callbacks)
+
+    run_ranks(1, main)
 
 
 class Ends(keras.callbacks.Callback):  # type: ignore[misc]

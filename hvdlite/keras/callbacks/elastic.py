@@ -74,8 +74,9 @@ class StateCallback(Callback):
 class CommitStateCallback(StateCallback):
     """Commits `state` after every `batches_per_commit` batches, and at the end of each epoch.
 
-    An epoch is committed when all callbacks have seen its end, with its last batch: as the next one
-    begins, or training ends. A commit may raise `HostsUpdatedInterrupt`, which ends `fit`. Raises
+    An epoch is committed when all callbacks have seen its end, with its last batch, and have undone
+    for the next one what they had changed for its validation: before the first batch of that, or as
+    training ends. A commit may raise `HostsUpdatedInterrupt`, which ends `fit`. Raises
     `ValueError` unless `batches_per_commit` is a positive integer.
     """
 
@@ -94,9 +95,8 @@ class CommitStateCallback(StateCallback):
         self.batches_remaining = self.batches_per_commit
         self._epoch_is_due = False
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Commit the epoch before."""
-        super().on_epoch_begin(epoch)
         self._commit_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
