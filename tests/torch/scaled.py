@@ -13,6 +13,7 @@ from hvdlite.common.runtime.current import current
 from tests.resnet50 import PARAMETERS
 
 Runs = list[list[str]]
+SIZE = 2  # ranks that most tests of segments have
 
 
 class Watch:
@@ -66,3 +67,20 @@ def small() -> Scaled:
 def distributed(model: Scaled, **options: Any) -> Any:
     inner = torch.optim.SGD(list(model.named.values()), lr=1.0)
     return hvd.DistributedOptimizer(inner, list(model.named.items()), **options)
+
+
+def check(model: Scaled) -> None:
+    """One step of SGD with rate 1 from 0.5, with the mean of the factors 1 and 2."""
+    for number, parameter in enumerate(model.named.values()):
+        torch.testing.assert_close(parameter, torch.full_like(parameter, 0.5 - 1.5 * (number + 1)))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.never, self.table = nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, second: bool) -> torch.Tensor:
+        output = self.first(torch.ones(2)) + self.table(torch.tensor(3))
+        return (self.second(output) if second else output).sum()

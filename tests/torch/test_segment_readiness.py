@@ -17,8 +17,7 @@ from torch import nn
 import hvdlite.torch as hvd
 from hvdlite.common.runtime.current import current
 from tests.ranks import run_ranks
-from tests.torch.scaled import Watch, distributed, resnet, small, step
-from tests.torch.segment_models import SIZE, Branches, check
+from tests.torch.scaled import SIZE, Branches, Scaled, Watch, check, distributed, small, step
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -162,7 +161,8 @@ def test_auto_switches_on_all_ranks_at_once_and_settles(
 ) -> None:
     """Ranks that switched at different steps would report different groups, and fail."""
     file = tmp_path / "learned.json"
-    models = [resnet(0.001) for _ in range(SIZE)]
+    names = [f"{number}.weight" for number in range(24)]
+    models = [Scaled(names, [20] * len(names)) for _ in range(SIZE)]
 
     def main(rank: int) -> list[int]:
         optimizer = distributed(models[rank], segmentation=f"auto:{file}")
@@ -185,10 +185,10 @@ def test_auto_switches_on_all_ranks_at_once_and_settles(
     (model,) = json.loads(file.read_text())["models"].values()
     learned = len(model["ends"])
     assert counts[0][-3:] == [learned] * 3
-    assert f"161 gradients are best reduced in {learned} segment" in capsys.readouterr().out
+    assert f"24 gradients are best reduced in {learned} segment" in capsys.readouterr().out
     assert run_ranks(SIZE, main) == [[counts[0][0], counts[0][1], *[learned] * 3]] * 2
     segments = f"{learned} segment{'' if learned == 1 else 's'}"
-    assert f"161 gradients are reduced in {segments}, as {file} says" in capsys.readouterr().out
+    assert f"24 gradients are reduced in {segments}, as {file} says" in capsys.readouterr().out
 
 
 def test_auto_says_at_the_start_that_its_file_cannot_be_written(

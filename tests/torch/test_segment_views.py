@@ -15,8 +15,7 @@ from torch import nn
 import hvdlite.torch as hvd
 from hvdlite.torch.optimizer import gradient_exchange
 from tests.ranks import run_ranks
-from tests.torch.scaled import Watch, distributed, small
-from tests.torch.segment_models import SIZE, Branches
+from tests.torch.scaled import SIZE, Branches, Watch, distributed, small
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -13,8 +13,7 @@ import hvdlite.torch as hvd
 from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
 from tests.resnet50 import PARAMETERS
-from tests.torch.scaled import Watch, distributed, resnet, small, step
-from tests.torch.segment_models import SIZE, check
+from tests.torch.scaled import SIZE, Watch, check, distributed, resnet, small, step
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -1,4 +1,4 @@
-"""Process groups that vendors register in torch.distributed, played by one that is gloo's."""
+"""What vendors give: process groups of torch.distributed, played by gloo's, or our interface."""
 
 from __future__ import annotations
 
@@ -11,10 +11,20 @@ import torch
 import torch.distributed as dist
 
 import hvdlite.torch as hvd
+from fake_accelerator import FakeLibrary
+from fake_accelerator.communicator import FakeCommunicator
+from fake_accelerator.context import FakeContext
+from fake_accelerator.streams import FakeEvent
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.devices import libraries
+from hvdlite.common.devices.interface import Communicator, Context, DeviceLibrary, Event
+from hvdlite.common.devices.nccl.communicator import NcclCommunicator
+from hvdlite.common.devices.nccl.context import CudaContext, CudaEvent
+from hvdlite.common.devices.nccl.library import NcclLibrary
 from hvdlite.common.settings.config import Config
 from hvdlite.torch.accelerators import c10d
+from hvdlite.torch.accelerators.c10d import C10dCommunicator, C10dLibrary
+from hvdlite.torch.accelerators.context import HostContext, TorchContext
 from hvdlite.torch.device_modules import accelerator_kind
 from hvdlite.torch.devices import HOST_AS_DEVICE
 from tests.torch.accelerators.direct import CountingDevice, on_devices
@@ -93,3 +103,19 @@ def test_groups_of_nccl_never_end_the_process(monkeypatch: pytest.MonkeyPatch) -
         thread.join(20)
     assert seen == ["0", "0"]
     assert c10d.os.environ[name] == "3"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "given"),
+    [
+        (DeviceLibrary, [FakeLibrary, C10dLibrary, NcclLibrary]),
+        (Context, [FakeContext, TorchContext, HostContext, CudaContext]),
+        (Communicator, [FakeCommunicator, C10dCommunicator, NcclCommunicator]),
+        (Event, [FakeEvent, CudaEvent]),
+    ],
+)
+def test_each_implementation_has_all_methods(protocol: Any, given: list[Any]) -> None:
+    """Also those that a rare path alone calls."""
+    methods = {name for name in vars(protocol) if callable(getattr(protocol, name))}
+    for one in given:
+        assert {name for name in methods - set(dir(one)) if not name.startswith("_")} == set()
