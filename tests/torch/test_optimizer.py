@@ -200,27 +200,6 @@ def test_the_step_hooks_of_the_user_are_called_once_with_reduced_gradients() -> 
     run_ranks(SIZE, main)
 
 
-def test_a_learning_rate_scheduler_on_the_wrapped_optimizer() -> None:
-    models = [net() for _ in range(SIZE)]
-
-    def main(rank: int) -> None:
-        model = models[rank]
-        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-        loss_of(model, rank).backward()
-        optimizer.step()
-        scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.5
-        optimizer.zero_grad()
-        before = flat(model)
-        loss_of(model, rank, 1).backward()
-        optimizer.step()
-        torch.testing.assert_close(before - flat(model), 0.5 * gradients(model))
-
-    run_ranks(SIZE, main)
-    assert torch.equal(flat(models[0]), flat(models[1]))
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"op": hvd.Adasum}], ids=str)
 def test_a_scheduler_of_the_optimizer_that_was_wrapped_is_heard_after_a_load(

@@ -108,29 +108,6 @@ def test_grad_scaler(step: Callable[[nn.Module, Any, Tensor], None]) -> None:
     assert not any("skip_synchronize" in str(each.message) for each in caught)
 
 
-def test_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows() -> None:
-    models = [copy.deepcopy(NET) for _ in range(SIZE)]
-
-    def main(rank: int) -> float:
-        model = models[rank]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
-        scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
-        loss = model(data(rank)).square().mean() * (float("inf") if rank else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(flat(model), START)
-        optimizer.zero_grad()
-        scaler.scale(model(data(rank)).square().mean()).backward()
-        scaler.step(optimizer)
-        assert not torch.equal(flat(model), START)
-        return scaler.get_scale()
-
-    assert run_ranks(SIZE, main) == [64.0, 64.0]
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     def forward(model: nn.Module, inputs: Tensor) -> Tensor:
