@@ -164,9 +164,13 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("commit", ["copy", "step"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("victim", "place", "commit"),
+    [
+        *((victim, place, "copy") for victim in range(3) for place in PLACES),
+        *((number % 3, place, "step") for number, place in enumerate(PLACES)),
+    ],
+)
 def test_survivors_go_on_from_the_last_commit(victim: int, place: str, commit: str) -> None:
     job = ElasticJob(3)
 

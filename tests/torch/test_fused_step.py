@@ -135,10 +135,16 @@ def both(
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize(("make", "options"), KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("make", "options", "dtype"),
+    [
+        *((*kind, torch.float32) for kind in KINDS),
+        *((*kind, dtype) for kind in STATEFUL for dtype in (torch.float64, torch.bfloat16)),
+    ],
+    ids=str,
+)
 def test_the_numbers_are_those_of_torch(
-    dtype: torch.dtype, make: Make, options: dict[str, Any], flags: dict[str, Any]
+    make: Make, options: dict[str, Any], dtype: torch.dtype, flags: dict[str, Any]
 ) -> None:
     if dtype is torch.bfloat16 and make is SGD and flags.get("fused"):
         pytest.skip("torch's own fused SGD is wrong for 16 bits on the CPU")

@@ -19,7 +19,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_memory, "limit_bytes", 64 << 20)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
 def test_results_are_right_and_their_memory_serves_again(dtype: torch.dtype) -> None:
     rows = LEAST_BYTES // torch.empty((), dtype=dtype).element_size()
     starts: list[int] = []

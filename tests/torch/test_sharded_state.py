@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
+from hvdlite.common.runtime.current import current
+from hvdlite.common.transport.inprocess import InProcessTransport
 from tests.ranks import run_ranks
 from tests.torch.sharded_training import (
     OPTIMIZERS,
@@ -23,8 +26,9 @@ from tests.torch.sharded_training import (
 )
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 3) for name in OPTIMIZERS), ("adam", 2), ("momentum", 4)]
+)
 def test_the_weights_are_those_without_shards_bit_by_bit(name: str, size: int) -> None:
     both(size, OPTIMIZERS[name], train)
 
@@ -317,3 +321,43 @@ def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
             )
 
     run_ranks(2, main)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Bytes that each rank has given to its transport."""
+    counts: Counter[int] = Counter()
+    isend = InProcessTransport.isend
+
+    def counting(self: InProcessTransport, rank: int, array: Any) -> Any:
+        counts[self.rank] += array.nbytes
+        return isend(self, rank, array)
+
+    monkeypatch.setattr(InProcessTransport, "isend", counting)
+    return counts
+
+
+@pytest.mark.parametrize("shard_state", [False, True])
+def test_bytes_of_a_step(sent: Counter[int], shard_state: bool) -> None:
+    """As of an allreduce: a rank sends 2 (n - 1) / n of the gradients."""
+    size, width = 4, 128
+    values = width * width * 4 + width * 4
+
+    def main(rank: int) -> tuple[int, int]:
+        model = nn.Linear(width, width)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters()), model.named_parameters(), shard_state=shard_state
+        )
+        for _ in range(2):  # The first one arranges shards, and copies values.
+            hvd.barrier()
+            before = sent[current().rank]
+            optimizer.zero_grad()
+            model(torch.ones(2, width)).sum().backward()
+            optimizer.step()
+            hvd.barrier()
+        return before, sent[current().rank]
+
+    # Each rank is a host: inside of one they share memory, and send nothing.
+    counts = run_ranks(size, main, hosts=[[rank] for rank in range(size)])
+    for before, after in counts:
+        assert after - before == pytest.approx(2 * (size - 1) / size * values, rel=0.02)

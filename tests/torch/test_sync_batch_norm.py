@@ -40,11 +40,19 @@ OPTIONS: list[dict[str, Any]] = [
     {"momentum": None},
     {"momentum": 0.3, "eps": 0.1},
 ]
+SHAPES: list[tuple[int, ...]] = [(), (3,), (3, 2), (2, 1, 3)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (3, 2), (2, 1, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("options", "shape", "dtype"),
+    [
+        (options, shape, DTYPES[(number + place) % 3])
+        for number, options in enumerate(OPTIONS)
+        for place, shape in enumerate(SHAPES)
+    ],
+    ids=str,
+)
 def test_forward_and_backward(
     options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:

@@ -23,6 +23,7 @@ from tests.torch.accelerators.test_nccl import on_nccl
 
 Tensor = torch.Tensor
 PAIRS = [[0, 2], [1, 3]]
+THREES = [[0, 1, 2], [3, 4, 5]]
 LAYERS = Config(devices="gloo", device_allreduce="hierarchical")
 FAKE_LAYERS = Config(devices="fake", device_allreduce="hierarchical")
 
@@ -45,8 +46,10 @@ def members_of_communicators(rank: int) -> list[tuple[int, ...]]:
     return [ranks for _, ranks in current().engine.devices._communicators._known]
 
 
-@pytest.mark.parametrize("hosts", [PAIRS, [[0, 1, 2], [3, 4, 5]]])
-@pytest.mark.parametrize("op", [hvd.Sum, hvd.Min, hvd.Product])
+@pytest.mark.parametrize(
+    ("hosts", "op"),
+    [(PAIRS, hvd.Sum), (PAIRS, hvd.Product), (THREES, hvd.Sum), (THREES, hvd.Min)],
+)
 def test_integers_have_the_bits_of_a_sum_of_all(
     hosts: list[list[int]], op: hvd.ReduceOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
