@@ -13,6 +13,7 @@ import hvdlite.torch as hvd
 from hvdlite.common.base.lists import split_rows
 from hvdlite.torch.dtypes import DTYPE_NAMES
 from tests.ranks import run_ranks
+from tests.torch.on_ranks import on_ranks
 
 DTYPES = list(DTYPE_NAMES)
 OPS = ("Sum", "Average", "Min", "Max", "Product")
@@ -97,24 +98,20 @@ def test_allreduce(form: str, size: int) -> None:
     run_ranks(size, main)
 
 
-def test_scale_factors_apply_before_and_after() -> None:
-    def main(rank: int) -> None:
-        tensor = torch.full((3,), float(rank + 1))
-        result = hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
-        assert torch.equal(result, torch.full((3,), 3 * 0.5 * 3))
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_scale_factors_apply_before_and_after(rank: int) -> None:
+    tensor = torch.full((3,), float(rank + 1))
+    result = hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    assert torch.equal(result, torch.full((3,), 3 * 0.5 * 3))
 
 
-def test_adasum_of_orthogonal_vectors_is_their_sum_and_of_equal_ones_their_mean() -> None:
-    def main(rank: int) -> None:
-        unit = torch.zeros(3)
-        unit[rank] = 2.0
-        assert torch.allclose(hvd.allreduce(unit, op=hvd.Adasum), torch.full((3,), 2.0))
-        same = torch.arange(4.0)
-        assert torch.allclose(hvd.allreduce(same, op=hvd.Adasum), same)
-
-    run_ranks(3, main)
+@on_ranks(3)
+def test_adasum_of_orthogonal_vectors_is_their_sum_and_of_equal_ones_their_mean(rank: int) -> None:
+    unit = torch.zeros(3)
+    unit[rank] = 2.0
+    assert torch.allclose(hvd.allreduce(unit, op=hvd.Adasum), torch.full((3,), 2.0))
+    same = torch.arange(4.0)
+    assert torch.allclose(hvd.allreduce(same, op=hvd.Adasum), same)
 
 
 @pytest.mark.parametrize("form", ["", "_async", "grouped", "grouped_async"])
@@ -191,16 +188,14 @@ def test_alltoall_with_splits(size: int) -> None:
     run_ranks(size, main)
 
 
-def test_alltoall_without_splits_gives_only_the_output_when_it_blocks() -> None:
-    def main(rank: int) -> None:
-        tensor = torch.arange(6) + 10 * rank
-        expected = torch.cat([torch.arange(2) + 2 * rank + 10 * other for other in range(3)])
-        assert torch.equal(hvd.alltoall(tensor), expected)
-        output, counts = hvd.synchronize(hvd.alltoall_async(tensor))
-        assert torch.equal(output, expected)
-        assert counts.tolist() == [2, 2, 2]
-
-    run_ranks(3, main)
+@on_ranks(3)
+def test_alltoall_without_splits_gives_only_the_output_when_it_blocks(rank: int) -> None:
+    tensor = torch.arange(6) + 10 * rank
+    expected = torch.cat([torch.arange(2) + 2 * rank + 10 * other for other in range(3)])
+    assert torch.equal(hvd.alltoall(tensor), expected)
+    output, counts = hvd.synchronize(hvd.alltoall_async(tensor))
+    assert torch.equal(output, expected)
+    assert counts.tolist() == [2, 2, 2]
 
 
 SCATTERS: dict[str, Callable[..., list[Tensor]]] = {
@@ -256,89 +251,76 @@ def test_sparse_allreduce(op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("what", ["shape", "op"])
-def test_sparse_tensors_that_are_not_alike_are_refused(what: str) -> None:
+@on_ranks(2)
+def test_sparse_tensors_that_are_not_alike_are_refused(rank: int, what: str) -> None:
     """As where each rank has made a vocabulary of its own."""
-
-    def main(rank: int) -> None:
-        rows = 40 if what == "shape" and rank else 10
-        op = hvd.Average if what == "op" and rank else hvd.Sum
-        index, row = [[rows - 1]], torch.ones(1, 3)
-        table = torch.sparse_coo_tensor(index, row, (rows, 3), check_invariants=True)
-        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0 has a sparse tensor \[10, 3\]"):
-            hvd.sparse_allreduce_async(table, "table", op)()
-
-    run_ranks(2, main)
+    rows = 40 if what == "shape" and rank else 10
+    op = hvd.Average if what == "op" and rank else hvd.Sum
+    index, row = [[rows - 1]], torch.ones(1, 3)
+    table = torch.sparse_coo_tensor(index, row, (rows, 3), check_invariants=True)
+    with pytest.raises(hvd.HorovodInternalError, match=r"rank 0 has a sparse tensor \[10, 3\]"):
+        hvd.sparse_allreduce_async(table, "table", op)()
 
 
-def test_in_place_on_tensors_that_are_not_contiguous() -> None:
-    def main(rank: int) -> None:
-        base = torch.zeros(4, 6)
-        view = base[::2, 1::2]
-        view += rank + 1
-        assert hvd.allreduce_(view, op=hvd.Sum) is view
-        expected = torch.zeros(4, 6)
-        expected[::2, 1::2] = 3
-        assert torch.equal(base, expected)
-        transposed = torch.arange(6.0).view(2, 3).t() * (rank + 1)
-        hvd.broadcast_(transposed, 1)
-        assert torch.equal(transposed, torch.arange(6.0).view(2, 3).t() * 2)
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_in_place_on_tensors_that_are_not_contiguous(rank: int) -> None:
+    base = torch.zeros(4, 6)
+    view = base[::2, 1::2]
+    view += rank + 1
+    assert hvd.allreduce_(view, op=hvd.Sum) is view
+    expected = torch.zeros(4, 6)
+    expected[::2, 1::2] = 3
+    assert torch.equal(base, expected)
+    transposed = torch.arange(6.0).view(2, 3).t() * (rank + 1)
+    hvd.broadcast_(transposed, 1)
+    assert torch.equal(transposed, torch.arange(6.0).view(2, 3).t() * 2)
 
 
-def test_lazily_conjugated_and_negated_tensors() -> None:
-    def main(rank: int) -> None:
-        numbers = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
-        conjugated = numbers.conj()
-        assert conjugated.is_conj()
-        assert torch.equal(hvd.allreduce(conjugated, op=hvd.Sum), torch.tensor([3 - 6j, 9 + 3j]))
-        negated = numbers.conj().imag
-        assert negated.is_neg()
-        assert torch.equal(hvd.allreduce(negated, op=hvd.Sum), torch.tensor([-6.0, 3.0]))
-        hvd.allreduce_(conjugated, op=hvd.Sum)
-        assert torch.equal(numbers, torch.tensor([3 + 6j, 9 - 3j]))
-        hvd.allreduce_(negated, op=hvd.Max)
-        assert torch.equal(numbers.imag, torch.tensor([6.0, -3.0]))
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_lazily_conjugated_and_negated_tensors(rank: int) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
+    conjugated = numbers.conj()
+    assert conjugated.is_conj()
+    assert torch.equal(hvd.allreduce(conjugated, op=hvd.Sum), torch.tensor([3 - 6j, 9 + 3j]))
+    negated = numbers.conj().imag
+    assert negated.is_neg()
+    assert torch.equal(hvd.allreduce(negated, op=hvd.Sum), torch.tensor([-6.0, 3.0]))
+    hvd.allreduce_(conjugated, op=hvd.Sum)
+    assert torch.equal(numbers, torch.tensor([3 + 6j, 9 - 3j]))
+    hvd.allreduce_(negated, op=hvd.Max)
+    assert torch.equal(numbers.imag, torch.tensor([6.0, -3.0]))
 
 
-def test_results_do_not_require_gradients_and_leaves_can_be_written_in_place() -> None:
-    def main(rank: int) -> None:
-        leaf = torch.full((2,), float(rank), requires_grad=True)
-        hvd.broadcast_(leaf, 1)
-        assert leaf.tolist() == [1.0, 1.0]
-        handle = hvd.allreduce_async(leaf)
-        assert not hvd.synchronize(handle).requires_grad
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_results_do_not_require_gradients_and_leaves_can_be_written_in_place(rank: int) -> None:
+    leaf = torch.full((2,), float(rank), requires_grad=True)
+    hvd.broadcast_(leaf, 1)
+    assert leaf.tolist() == [1.0, 1.0]
+    handle = hvd.allreduce_async(leaf)
+    assert not hvd.synchronize(handle).requires_grad
 
 
-def test_autograd_sees_that_a_tensor_it_saved_was_overwritten() -> None:
-    def main(rank: int) -> None:
-        weight = torch.ones(2, requires_grad=True)
-        factor = torch.ones(2)
-        loss = (weight * factor).sum()
-        hvd.allreduce_(factor, op=hvd.Sum)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_autograd_sees_that_a_tensor_it_saved_was_overwritten(rank: int) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    factor = torch.ones(2)
+    loss = (weight * factor).sum()
+    hvd.allreduce_(factor, op=hvd.Sum)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
-def test_a_process_set_reduces_among_its_members_only() -> None:
-    def main(rank: int) -> None:
-        pair = hvd.add_process_set([0, 2])
-        if rank != 1:
-            result = hvd.allreduce(torch.tensor([float(rank)]), process_set=pair)
-            assert result.item() == 1.0
-            gathered = hvd.allgather(torch.tensor([rank]), process_set=pair)
-            assert gathered.tolist() == [0, 2]
-            root = hvd.broadcast(torch.tensor([rank]), 2, process_set=pair)
-            assert root.item() == 2
-        hvd.barrier()
-
-    run_ranks(3, main)
+@on_ranks(3)
+def test_a_process_set_reduces_among_its_members_only(rank: int) -> None:
+    pair = hvd.add_process_set([0, 2])
+    if rank != 1:
+        result = hvd.allreduce(torch.tensor([float(rank)]), process_set=pair)
+        assert result.item() == 1.0
+        gathered = hvd.allgather(torch.tensor([rank]), process_set=pair)
+        assert gathered.tolist() == [0, 2]
+        root = hvd.broadcast(torch.tensor([rank]), 2, process_set=pair)
+        assert root.item() == 2
+    hvd.barrier()
 
 
 def test_a_rank_that_has_joined_gives_nothing() -> None:
@@ -354,13 +336,11 @@ def test_a_rank_that_has_joined_gives_nothing() -> None:
     assert last[0] in (0, 2)
 
 
-def test_poll_and_synchronize() -> None:
-    def main(rank: int) -> None:
-        handle = hvd.allreduce_async(torch.ones(2))
-        assert hvd.poll(handle) in (True, False)
-        hvd.synchronize(handle)
-        with pytest.raises(ValueError, match="not created or has been cleared"):
-            hvd.poll(handle)
-        assert hvd.synchronize(handle) is None
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_poll_and_synchronize(rank: int) -> None:
+    handle = hvd.allreduce_async(torch.ones(2))
+    assert hvd.poll(handle) in (True, False)
+    hvd.synchronize(handle)
+    with pytest.raises(ValueError, match="not created or has been cleared"):
+        hvd.poll(handle)
+    assert hvd.synchronize(handle) is None

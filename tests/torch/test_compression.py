@@ -25,6 +25,7 @@ from tests.compressors import (
     every_compressor,
 )
 from tests.ranks import run_ranks
+from tests.torch.on_ranks import on_ranks
 
 SIZE = 3
 SHAPES = {"weight": (24, 40), "conv": (16, 5, 3, 3), "bias": (37,), "scalar": ()}
@@ -143,17 +144,15 @@ def test_what_is_sent_and_what_is_left_are_all_gradients(
 
 
 @every_compressor
-def test_buckets_are_sent_while_backward_runs(compressor: FeedbackCompressor) -> None:
-    def main(rank: int) -> None:
-        named = parameters()
-        optimizer = distributed(named, compressor, segmentation="index:0,1,2,3")
-        train(optimizer, named, rank, range(1))  # In the first step ranks have to agree.
-        optimizer.zero_grad()
-        run_backward(named, rank, 1)
-        assert len(optimizer._exchange._in_flight) == len(SHAPES)
-        optimizer.step()
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_buckets_are_sent_while_backward_runs(rank: int, compressor: FeedbackCompressor) -> None:
+    named = parameters()
+    optimizer = distributed(named, compressor, segmentation="index:0,1,2,3")
+    train(optimizer, named, rank, range(1))  # In the first step ranks have to agree.
+    optimizer.zero_grad()
+    run_backward(named, rank, 1)
+    assert len(optimizer._exchange._in_flight) == len(SHAPES)
+    optimizer.step()
 
 
 @every_compressor
@@ -268,23 +267,23 @@ def test_training_goes_on_from_a_checkpoint(
 
 
 @every_compressor
-def test_a_state_of_another_rank_brings_no_residual(compressor: FeedbackCompressor) -> None:
-    def main(rank: int) -> None:
-        named = parameters()
-        optimizer = distributed(named, compressor)
-        train(optimizer, named, rank, range(2))
-        own = np.copy(left(optimizer, "weight"))
-        state = hvd.broadcast_object(optimizer.state_dict(), 0)
-        optimizer.load_state_dict(state)
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        np.testing.assert_array_equal(left(optimizer, "weight"), own)
-        new = distributed(parameters(), compressor)
-        new.load_state_dict(state)
-        np.testing.assert_array_equal(left(new, "weight"), own if rank == 0 else 0)
-        steps = new._exchange.feedback.state.steps
-        assert steps == dict.fromkeys(SHAPES, 2)
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_a_state_of_another_rank_brings_no_residual(
+    rank: int, compressor: FeedbackCompressor
+) -> None:
+    named = parameters()
+    optimizer = distributed(named, compressor)
+    train(optimizer, named, rank, range(2))
+    own = np.copy(left(optimizer, "weight"))
+    state = hvd.broadcast_object(optimizer.state_dict(), 0)
+    optimizer.load_state_dict(state)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    np.testing.assert_array_equal(left(optimizer, "weight"), own)
+    new = distributed(parameters(), compressor)
+    new.load_state_dict(state)
+    np.testing.assert_array_equal(left(new, "weight"), own if rank == 0 else 0)
+    steps = new._exchange.feedback.state.steps
+    assert steps == dict.fromkeys(SHAPES, 2)
 
 
 @every_compressor
@@ -319,73 +318,63 @@ def test_a_rank_that_comes_and_one_that_goes(compressor: FeedbackCompressor) -> 
 
 
 @pytest.mark.parametrize("other", [hvd.Compression.none, COMPRESSORS[0]])
-def test_ranks_with_different_compressors_are_told_so(other: Any) -> None:
-    def main(rank: int) -> None:
-        named = parameters()
-        optimizer = distributed(named, other if rank else hvd.Compression.powersgd(3))
-        label = "NoneCompressor" if other is hvd.Compression.none else "int8"
-        with pytest.raises(HorovodInternalError, match=rf"(?s)powersgd\(rank=3\).*{label}"):
-            train(optimizer, named, rank, range(1))
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_ranks_with_different_compressors_are_told_so(rank: int, other: Any) -> None:
+    named = parameters()
+    optimizer = distributed(named, other if rank else hvd.Compression.powersgd(3))
+    label = "NoneCompressor" if other is hvd.Compression.none else "int8"
+    with pytest.raises(HorovodInternalError, match=rf"(?s)powersgd\(rank=3\).*{label}"):
+        train(optimizer, named, rank, range(1))
 
 
 @every_compressor
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@on_ranks(2)
 def test_gradients_that_are_not_finite_are_seen_by_all_and_forgotten(
-    compressor: FeedbackCompressor, bad: float
+    rank: int, compressor: FeedbackCompressor, bad: float
 ) -> None:
-    def main(rank: int) -> None:
-        named = parameters()
-        optimizer = distributed(named, compressor)
-        train(optimizer, named, rank, range(1))
+    named = parameters()
+    optimizer = distributed(named, compressor)
+    train(optimizer, named, rank, range(1))
+    optimizer.zero_grad()
+    loss = sum((parameter * float(bad if rank == 1 else 1)).sum() for parameter in named.values())
+    loss.backward()
+    optimizer.synchronize()
+    for parameter in named.values():
+        assert not parameter.grad.isfinite().any() or parameter.dim() == 1
+    for name in SHAPES:
+        assert not np.any(left(optimizer, name))
+    optimizer.zero_grad()
+    for parameter in named.values():
+        parameter.data.zero_()
+    for reduced in train(optimizer, named, rank, range(2, 4)):
+        assert all(np.isfinite(each).all() for each in reduced.values())
+
+
+@on_ranks(2)
+def test_other_dtypes_layouts_and_sparse_gradients(rank: int) -> None:
+    named = {
+        "half": torch.nn.Parameter(torch.zeros(16, 24, dtype=torch.bfloat16)),
+        "double": torch.nn.Parameter(torch.zeros(16, 24, dtype=torch.float64)),
+        "last": torch.nn.Parameter(torch.zeros(8, 6, 4, 4).to(memory_format=torch.channels_last)),
+    }
+    embedding = torch.nn.Embedding(10, 8, sparse=True)
+    named["rows"] = embedding.weight
+    optimizer = distributed(named, hvd.Compression.int8())
+    for _ in range(2):
         optimizer.zero_grad()
-        loss = sum(
-            (parameter * float(bad if rank == 1 else 1)).sum() for parameter in named.values()
-        )
+        loss = embedding(torch.tensor([rank])).sum() * 2
+        for name in ("half", "double", "last"):
+            loss = loss + (named[name] * (rank + 1)).sum()
         loss.backward()
-        optimizer.synchronize()
-        for parameter in named.values():
-            assert not parameter.grad.isfinite().any() or parameter.dim() == 1
-        for name in SHAPES:
-            assert not np.any(left(optimizer, name))
-        optimizer.zero_grad()
-        for parameter in named.values():
-            parameter.data.zero_()
-        for reduced in train(optimizer, named, rank, range(2, 4)):
-            assert all(np.isfinite(each).all() for each in reduced.values())
-
-    run_ranks(2, main)
-
-
-def test_other_dtypes_layouts_and_sparse_gradients() -> None:
-    def main(rank: int) -> None:
-        named = {
-            "half": torch.nn.Parameter(torch.zeros(16, 24, dtype=torch.bfloat16)),
-            "double": torch.nn.Parameter(torch.zeros(16, 24, dtype=torch.float64)),
-            "last": torch.nn.Parameter(
-                torch.zeros(8, 6, 4, 4).to(memory_format=torch.channels_last)
-            ),
-        }
-        embedding = torch.nn.Embedding(10, 8, sparse=True)
-        named["rows"] = embedding.weight
-        optimizer = distributed(named, hvd.Compression.int8())
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = embedding(torch.tensor([rank])).sum() * 2
-            for name in ("half", "double", "last"):
-                loss = loss + (named[name] * (rank + 1)).sum()
-            loss.backward()
-            optimizer.step()
-            for name in ("half", "double", "last"):
-                torch.testing.assert_close(
-                    named[name].grad.float(), torch.full(named[name].shape, 1.5), rtol=0, atol=0.01
-                )
-            rows = named["rows"].grad
-            assert rows.is_sparse
-            assert rows.to_dense()[:2].unique().tolist() == [1.0]
-
-    run_ranks(2, main)
+        optimizer.step()
+        for name in ("half", "double", "last"):
+            torch.testing.assert_close(
+                named[name].grad.float(), torch.full(named[name].shape, 1.5), rtol=0, atol=0.01
+            )
+        rows = named["rows"].grad
+        assert rows.is_sparse
+        assert rows.to_dense()[:2].unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", None])
@@ -444,21 +433,18 @@ def test_a_rank_may_join_others_that_go_on(compressor: FeedbackCompressor) -> No
 
 
 @pytest.mark.parametrize("names", [list(SHAPES), ["bias"]], ids=["", "a block for one rank"])
-def test_int8_says_that_a_rank_has_joined(names: list[str]) -> None:
+@on_ranks(SIZE)
+def test_int8_says_that_a_rank_has_joined(rank: int, names: list[str]) -> None:
     """No world is lost by it, so that an elastic job does not try again and again."""
-
-    def main(rank: int) -> None:
-        every = parameters()
-        named = {name: every[name] for name in names}
-        optimizer = distributed(named, hvd.Compression.int8())
-        train(optimizer, named, rank, range(1))
-        if rank != 1:
-            with pytest.raises(HorovodInternalError, match="a rank has joined") as caught:
-                train(optimizer, named, rank, range(1, 2))
-            assert caught.value.job_goes_on
-        hvd.join()
-
-    run_ranks(SIZE, main)
+    every = parameters()
+    named = {name: every[name] for name in names}
+    optimizer = distributed(named, hvd.Compression.int8())
+    train(optimizer, named, rank, range(1))
+    if rank != 1:
+        with pytest.raises(HorovodInternalError, match="a rank has joined") as caught:
+            train(optimizer, named, rank, range(1, 2))
+        assert caught.value.job_goes_on
+    hvd.join()
 
 
 def test_powersgd_finds_what_comes_after_a_step_of_zeros() -> None:
@@ -479,40 +465,34 @@ def test_powersgd_finds_what_comes_after_a_step_of_zeros() -> None:
         np.testing.assert_allclose(found[:8], 0.0, atol=1e-6)
 
 
-def test_powersgd_goes_on_after_an_overflow() -> None:
-    def main(rank: int) -> None:
-        weight = torch.nn.Parameter(torch.zeros(32, 20))
-        optimizer = distributed({"weight": weight}, hvd.Compression.powersgd(2))
-        for value in (3e38, 1.0, 1.0):
-            weight.grad = torch.full((32, 20), value)
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        assert weight.grad is not None and torch.isfinite(weight.grad).all()
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_powersgd_goes_on_after_an_overflow(rank: int) -> None:
+    weight = torch.nn.Parameter(torch.zeros(32, 20))
+    optimizer = distributed({"weight": weight}, hvd.Compression.powersgd(2))
+    for value in (3e38, 1.0, 1.0):
+        weight.grad = torch.full((32, 20), value)
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert weight.grad is not None and torch.isfinite(weight.grad).all()
 
 
 @every_compressor
-def test_a_tensor_without_elements(compressor: FeedbackCompressor) -> None:
-    def main(rank: int) -> None:
-        empty = torch.nn.Parameter(torch.zeros(0, 3))
-        optimizer = distributed({"empty": empty}, compressor)
-        for _ in range(3):
-            empty.grad = torch.zeros(0, 3)
-            optimizer.step()
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_a_tensor_without_elements(rank: int, compressor: FeedbackCompressor) -> None:
+    empty = torch.nn.Parameter(torch.zeros(0, 3))
+    optimizer = distributed({"empty": empty}, compressor)
+    for _ in range(3):
+        empty.grad = torch.zeros(0, 3)
+        optimizer.step()
 
 
-def test_what_is_refused() -> None:
-    def main(rank: int) -> None:
-        weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.complex64))
-        with pytest.raises(ValueError, match=r"give one, such as Compression.powersgd\(4\)"):
-            distributed({"weight": weight}, hvd.Compression.powersgd)
-        optimizer = distributed({"weight": weight}, hvd.Compression.int8())
-        weight.grad = torch.ones(4, dtype=torch.complex64)
-        with pytest.raises(ValueError, match="no complex gradients"):
-            optimizer.step()
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_what_is_refused(rank: int) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"give one, such as Compression.powersgd\(4\)"):
+        distributed({"weight": weight}, hvd.Compression.powersgd)
+    optimizer = distributed({"weight": weight}, hvd.Compression.int8())
+    weight.grad = torch.ones(4, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="no complex gradients"):
+        optimizer.step()

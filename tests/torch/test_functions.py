@@ -14,6 +14,7 @@ from torch import nn
 import hvdlite
 import hvdlite.torch as hvd
 from tests.ranks import run_ranks
+from tests.torch.on_ranks import on_ranks
 
 SIZE = 3
 Tensor = torch.Tensor
@@ -46,12 +47,10 @@ def test_broadcast_parameters(form: str) -> None:
 
 
 @pytest.mark.parametrize("params", [NET.named_parameters(), "weights", 3])
-def test_broadcast_parameters_of_another_type(params: Any) -> None:
-    def main(rank: int) -> None:
-        with pytest.raises(ValueError, match="invalid params of type"):
-            hvd.broadcast_parameters(params, root_rank=0)
-
-    run_ranks(1, main)
+@on_ranks(1)
+def test_broadcast_parameters_of_another_type(rank: int, params: Any) -> None:
+    with pytest.raises(ValueError, match="invalid params of type"):
+        hvd.broadcast_parameters(params, root_rank=0)
 
 
 def test_an_optimizer_without_state_gets_the_options_of_the_root() -> None:
@@ -104,60 +103,50 @@ def test_zero_gradients_are_left_behind_under_the_name_horovod(
     run_ranks(2, main)
 
 
-def test_lbfgs_is_refused() -> None:
-    def main(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"cannot broadcast .*LBFGS state"):
-            hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1)]), root_rank=0)
-
-    run_ranks(1, main)
+@on_ranks(1)
+def test_lbfgs_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"cannot broadcast .*LBFGS state"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1)]), root_rank=0)
 
 
-def test_an_optimizer_with_other_parameters_than_the_root() -> None:
-    def main(rank: int) -> None:
-        parameters = [nn.Parameter(torch.ones(2)) for _ in range(rank + 1)]
-        optimizer = torch.optim.Adam(parameters)
-        if rank == 0:
+@on_ranks(2)
+def test_an_optimizer_with_other_parameters_than_the_root(rank: int) -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(rank + 1)]
+    optimizer = torch.optim.Adam(parameters)
+    if rank == 0:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    else:
+        with pytest.raises(ValueError, match=r"\[1\] parameters there, \[2\] here"):
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        else:
-            with pytest.raises(ValueError, match=r"\[1\] parameters there, \[2\] here"):
-                hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-
-    run_ranks(2, main)
 
 
-def test_broadcast_object() -> None:
-    def main(rank: int) -> None:
-        obj = {"epoch": 3, "call": lambda x: x + 1} if rank == 1 else None
-        received = hvd.broadcast_object(obj, root_rank=1)
-        assert received["epoch"] == 3
-        assert received["call"](1) == 2
-        assert (received is obj) == (rank == 1)
-        assert hvd.broadcast_object(None) is None
-        assert hvd.broadcast_object("x" * 100_000, 2, name="long") == "x" * 100_000
-        pair = hvd.add_process_set([0, 2])
-        if rank != 1:
-            assert hvd.broadcast_object(rank, 2, process_set=pair) == 2
-        with pytest.raises(ValueError, match="invalid root rank"):
-            hvd.broadcast_object(1, root_rank=SIZE)
-
-    run_ranks(SIZE, main)
+@on_ranks(SIZE)
+def test_broadcast_object(rank: int) -> None:
+    obj = {"epoch": 3, "call": lambda x: x + 1} if rank == 1 else None
+    received = hvd.broadcast_object(obj, root_rank=1)
+    assert received["epoch"] == 3
+    assert received["call"](1) == 2
+    assert (received is obj) == (rank == 1)
+    assert hvd.broadcast_object(None) is None
+    assert hvd.broadcast_object("x" * 100_000, 2, name="long") == "x" * 100_000
+    pair = hvd.add_process_set([0, 2])
+    if rank != 1:
+        assert hvd.broadcast_object(rank, 2, process_set=pair) == 2
+    with pytest.raises(ValueError, match="invalid root rank"):
+        hvd.broadcast_object(1, root_rank=SIZE)
 
 
-def test_allgather_object() -> None:
-    def main(rank: int) -> None:
-        objects = hvd.allgather_object({"rank": rank, "text": "x" * rank})
-        assert objects == [{"rank": each, "text": "x" * each} for each in range(SIZE)]
-        pair = hvd.add_process_set([0, 2])
-        if rank != 1:
-            assert hvd.allgather_object(rank, name="r", process_set=pair) == [0, 2]
-
-    run_ranks(SIZE, main)
+@on_ranks(SIZE)
+def test_allgather_object(rank: int) -> None:
+    objects = hvd.allgather_object({"rank": rank, "text": "x" * rank})
+    assert objects == [{"rank": each, "text": "x" * each} for each in range(SIZE)]
+    pair = hvd.add_process_set([0, 2])
+    if rank != 1:
+        assert hvd.allgather_object(rank, name="r", process_set=pair) == [0, 2]
 
 
-def test_allgather_object_leaves_out_a_rank_that_has_joined() -> None:
-    def main(rank: int) -> None:
-        if rank != 1:
-            assert hvd.allgather_object(rank) == [0, 2]
-        hvd.join()
-
-    run_ranks(SIZE, main)
+@on_ranks(SIZE)
+def test_allgather_object_leaves_out_a_rank_that_has_joined(rank: int) -> None:
+    if rank != 1:
+        assert hvd.allgather_object(rank) == [0, 2]
+    hvd.join()

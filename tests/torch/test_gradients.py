@@ -14,6 +14,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.common.base.lists import split_rows
 from tests.ranks import run_ranks
+from tests.torch.on_ranks import on_ranks
 
 SIZE = 3
 ROWS = 4  # 3 ranks get 2, 1 and 1 of them
@@ -55,15 +56,13 @@ def test_allreduce(op: str, grouped: bool) -> None:
     run_ranks(SIZE, main)
 
 
-def test_allreduce_with_compression() -> None:
-    def main(rank: int) -> None:
-        tensor = torch.ones(ROWS, requires_grad=True)
-        output = hvd.allreduce(tensor, compression=hvd.Compression.bf16, op=hvd.Sum)
-        assert output.dtype == torch.float32
-        output.backward(torch.full((ROWS,), float(rank)))
-        assert torch.equal(tensor.grad, torch.full((ROWS,), 3.0))
-
-    run_ranks(SIZE, main)
+@on_ranks(SIZE)
+def test_allreduce_with_compression(rank: int) -> None:
+    tensor = torch.ones(ROWS, requires_grad=True)
+    output = hvd.allreduce(tensor, compression=hvd.Compression.bf16, op=hvd.Sum)
+    assert output.dtype == torch.float32
+    output.backward(torch.full((ROWS,), float(rank)))
+    assert torch.equal(tensor.grad, torch.full((ROWS,), 3.0))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -80,15 +79,13 @@ def test_allgather(grouped: bool) -> None:
     run_ranks(SIZE, main)
 
 
-def test_broadcast() -> None:
-    def main(rank: int) -> None:
-        tensor = torch.ones(ROWS, requires_grad=True)
-        hvd.broadcast(tensor, 1).backward(numbers(rank, ROWS))
-        averaged = all_ranks(lambda each: numbers(each, ROWS)).mean(0)
-        expected = averaged if rank == 1 else torch.zeros(ROWS)
-        torch.testing.assert_close(tensor.grad, expected)
-
-    run_ranks(SIZE, main)
+@on_ranks(SIZE)
+def test_broadcast(rank: int) -> None:
+    tensor = torch.ones(ROWS, requires_grad=True)
+    hvd.broadcast(tensor, 1).backward(numbers(rank, ROWS))
+    averaged = all_ranks(lambda each: numbers(each, ROWS)).mean(0)
+    expected = averaged if rank == 1 else torch.zeros(ROWS)
+    torch.testing.assert_close(tensor.grad, expected)
 
 
 @pytest.mark.parametrize("left_over", [0, 2])
@@ -134,38 +131,32 @@ def test_reducescatter(op: str, grouped: bool) -> None:
     run_ranks(SIZE, main)
 
 
-def test_a_group_may_hold_tensors_without_gradients() -> None:
-    def main(rank: int) -> None:
-        tensor = torch.ones(2, requires_grad=True)
-        counts = torch.tensor([rank, 1])
-        results = hvd.grouped_allreduce([counts, tensor, torch.ones(2)], op=hvd.Sum)
-        assert results[0].tolist() == [3, 3]
-        assert not results[0].requires_grad
-        results[1].sum().backward()
-        assert tensor.grad.tolist() == [3.0, 3.0]
-
-    run_ranks(SIZE, main)
+@on_ranks(SIZE)
+def test_a_group_may_hold_tensors_without_gradients(rank: int) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    counts = torch.tensor([rank, 1])
+    results = hvd.grouped_allreduce([counts, tensor, torch.ones(2)], op=hvd.Sum)
+    assert results[0].tolist() == [3, 3]
+    assert not results[0].requires_grad
+    results[1].sum().backward()
+    assert tensor.grad.tolist() == [3.0, 3.0]
 
 
-def test_nothing_is_recorded_where_no_gradient_is_wanted() -> None:
-    def main(rank: int) -> None:
-        tensor = torch.ones(2, requires_grad=True)
-        with torch.no_grad():
-            assert not hvd.allreduce(tensor).requires_grad
-        assert not hvd.allreduce(torch.ones(2)).requires_grad
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_nothing_is_recorded_where_no_gradient_is_wanted(rank: int) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert not hvd.allreduce(tensor).requires_grad
+    assert not hvd.allreduce(torch.ones(2)).requires_grad
 
 
-def test_a_second_derivative_is_refused_instead_of_being_wrong() -> None:
-    def main(rank: int) -> None:
-        tensor = torch.ones(2, requires_grad=True)
-        loss = (hvd.allreduce(tensor) ** 2).sum()
-        (gradient,) = torch.autograd.grad(loss, tensor, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_a_second_derivative_is_refused_instead_of_being_wrong(rank: int) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    loss = (hvd.allreduce(tensor) ** 2).sum()
+    (gradient,) = torch.autograd.grad(loss, tensor, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def test_a_differentiable_average_trains_like_one_process() -> None:

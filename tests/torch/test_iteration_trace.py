@@ -26,6 +26,7 @@ from hvdlite.common.iterations.rows import IterationRow, read_rows
 from hvdlite.common.runtime.current import current
 from hvdlite.common.settings.config import Config
 from tests.ranks import run_ranks
+from tests.torch.on_ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -140,38 +141,34 @@ def test_options_of_the_optimizer(options: dict[str, Any]) -> None:
     run_ranks(2, main)
 
 
-def test_several_passes_count_from_the_first_forward_to_the_last_backward() -> None:
-    def main(rank: int) -> None:
-        model = net()
-        optimizer = distributed(model, backward_passes_per_step=2)
-        with hvd.trace_iterations() as trace:
-            first: Clock = {"forward": time.monotonic()}
-            loss = loss_of(model)
-            first["loss"] = time.monotonic()
-            loss.backward()
-            clock = {"forward": time.monotonic()}
-            loss = loss_of(model)
-            clock["loss"] = time.monotonic()
-            loss.backward()
-            clock["backward"] = time.monotonic()
-            optimizer.step()
-            clock["step"] = time.monotonic()
-            check(trace.rows()[0], clock, first)
-
-    run_ranks(1, main)
+@on_ranks(1)
+def test_several_passes_count_from_the_first_forward_to_the_last_backward(rank: int) -> None:
+    model = net()
+    optimizer = distributed(model, backward_passes_per_step=2)
+    with hvd.trace_iterations() as trace:
+        first: Clock = {"forward": time.monotonic()}
+        loss = loss_of(model)
+        first["loss"] = time.monotonic()
+        loss.backward()
+        clock = {"forward": time.monotonic()}
+        loss = loss_of(model)
+        clock["loss"] = time.monotonic()
+        loss.backward()
+        clock["backward"] = time.monotonic()
+        optimizer.step()
+        clock["step"] = time.monotonic()
+        check(trace.rows()[0], clock, first)
 
 
-def test_a_sparse_gradient_is_part_of_the_communication() -> None:
-    def main(rank: int) -> None:
-        model = nn.Embedding(10, 4, sparse=True)
-        optimizer = distributed(model)
-        with hvd.trace_iterations() as trace:
-            model(torch.tensor([1, 2])).sum().backward()
-            optimizer.step()
-            (row,) = trace.rows()
-        assert sum(segment.bytes for segment in row.segments) == 2 * 4 * 4 + 2 * 8
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_a_sparse_gradient_is_part_of_the_communication(rank: int) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = distributed(model)
+    with hvd.trace_iterations() as trace:
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        (row,) = trace.rows()
+    assert sum(segment.bytes for segment in row.segments) == 2 * 4 * 4 + 2 * 8
 
 
 def test_a_closure_is_no_part_of_the_optimizers_own_time() -> None:
@@ -234,72 +231,64 @@ def test_parameters_that_are_broadcast_are_no_part_of_the_first_iteration() -> N
     run_ranks(2, main)
 
 
-def test_thrown_away_gradients_are_not_part_of_the_next_iteration() -> None:
-    def main(rank: int) -> None:
-        model = net()
-        optimizer = distributed(model)
-        with hvd.trace_iterations() as trace:
-            loss_of(model).backward()
-            (clock,) = train(model, optimizer)  # begins with zero_grad
-            (row,) = trace.rows()
-        check(row, clock)
-
-    run_ranks(1, main)
+@on_ranks(1)
+def test_thrown_away_gradients_are_not_part_of_the_next_iteration(rank: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    with hvd.trace_iterations() as trace:
+        loss_of(model).backward()
+        (clock,) = train(model, optimizer)  # begins with zero_grad
+        (row,) = trace.rows()
+    check(row, clock)
 
 
-def test_zero_grad_between_forward_and_backward_changes_nothing() -> None:
-    def main(rank: int) -> None:
-        model = net()
-        optimizer = distributed(model)
-        with hvd.trace_iterations() as trace:
-            clock = {"forward": time.monotonic()}
-            loss = loss_of(model)
-            clock["loss"] = time.monotonic()
-            optimizer.zero_grad()
-            loss.backward()
-            clock["backward"] = time.monotonic()
-            optimizer.step()
-            clock["step"] = time.monotonic()
-            check(trace.rows()[0], clock)
-
-    run_ranks(1, main)
-
-
-def test_a_trace_that_begins_in_the_middle_leaves_that_iteration_out() -> None:
-    def main(rank: int) -> None:
-        model = net()
-        optimizer = distributed(model)
+@on_ranks(1)
+def test_zero_grad_between_forward_and_backward_changes_nothing(rank: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    with hvd.trace_iterations() as trace:
+        clock = {"forward": time.monotonic()}
         loss = loss_of(model)
-        with hvd.trace_iterations() as trace:
-            loss.backward()
-            optimizer.step()
-            assert trace.rows() == []
-            (clock,) = train(model, optimizer)
-            check(trace.rows()[0], clock)
+        clock["loss"] = time.monotonic()
+        optimizer.zero_grad()
+        loss.backward()
+        clock["backward"] = time.monotonic()
+        optimizer.step()
+        clock["step"] = time.monotonic()
+        check(trace.rows()[0], clock)
 
-    run_ranks(1, main)
+
+@on_ranks(1)
+def test_a_trace_that_begins_in_the_middle_leaves_that_iteration_out(rank: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    loss = loss_of(model)
+    with hvd.trace_iterations() as trace:
+        loss.backward()
+        optimizer.step()
+        assert trace.rows() == []
+        (clock,) = train(model, optimizer)
+        check(trace.rows()[0], clock)
 
 
-def test_a_backward_that_raises_does_not_blind_the_trace() -> None:
-    def main(rank: int) -> None:
-        model = net()
-        optimizer = distributed(model)
+@on_ranks(1)
+def test_a_backward_that_raises_does_not_blind_the_trace(rank: int) -> None:
+    model = net()
+    optimizer = distributed(model)
 
-        def refuse(gradient: torch.Tensor) -> None:
-            raise ArithmeticError
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
 
-        with hvd.trace_iterations() as trace:
-            train(model, optimizer)
-            hook = model[0].weight.register_hook(refuse)
-            with pytest.raises(ArithmeticError):
-                loss_of(model).backward()
-            hook.remove()
-            optimizer.load_state_dict(optimizer.state_dict())
-            (clock,) = train(model, optimizer)
-            row = trace.rows()[-1]
-        assert row.bp_end is not None and clock["loss"] <= row.bp_end <= clock["backward"]
-
-    run_ranks(1, main)
+    with hvd.trace_iterations() as trace:
+        train(model, optimizer)
+        hook = model[0].weight.register_hook(refuse)
+        with pytest.raises(ArithmeticError):
+            loss_of(model).backward()
+        hook.remove()
+        optimizer.load_state_dict(optimizer.state_dict())
+        (clock,) = train(model, optimizer)
+        row = trace.rows()[-1]
+    assert row.bp_end is not None and clock["loss"] <= row.bp_end <= clock["backward"]
 
 
 class _Wrapper(nn.Module):
@@ -318,71 +307,64 @@ class _Wrapper(nn.Module):
 @pytest.mark.parametrize(
     "kind", ["wrapped", "parts", "checkpointed", "compiled", "compiled in place"]
 )
-def test_models_are_found(kind: str) -> None:
-    def main(rank: int) -> None:
-        model: Any = net()
-        optimizer = distributed(model)
-        called: Callable[[torch.Tensor], torch.Tensor] = model
-        if kind == "wrapped":
-            called = _Wrapper(_Wrapper(model))
-        elif kind == "parts":
-            called = lambda inputs: model[2](model[1](model[0](inputs)))  # noqa: E731
-        elif kind == "checkpointed":
-            ask = torch.utils.checkpoint.checkpoint
-            called = lambda inputs: ask(model, inputs.requires_grad_(), use_reentrant=True)  # noqa: E731
-        elif kind == "compiled in place":
-            model.compile(backend="eager")
-        elif kind == "compiled":
-            called = torch.compile(model, backend="eager")
-        with hvd.trace_iterations() as trace:
-            clocks = train(called, optimizer, 3)
-            rows = trace.rows()
-        assert len(rows) == 3
-        if kind == "checkpointed":  # forward runs again during backward
-            clocks = [{**clock, "loss": clock["backward"]} for clock in clocks]
-            ends = [clock["backward"] for clock in clocks]
-            rows = [row._replace(bp_end=end) for row, end in zip(rows, ends, strict=True)]
-        for row, clock in zip(rows, clocks, strict=True):
-            check(row, clock)
-
-    run_ranks(1, main)
+@on_ranks(1)
+def test_models_are_found(rank: int, kind: str) -> None:
+    model: Any = net()
+    optimizer = distributed(model)
+    called: Callable[[torch.Tensor], torch.Tensor] = model
+    if kind == "wrapped":
+        called = _Wrapper(_Wrapper(model))
+    elif kind == "parts":
+        called = lambda inputs: model[2](model[1](model[0](inputs)))  # noqa: E731
+    elif kind == "checkpointed":
+        ask = torch.utils.checkpoint.checkpoint
+        called = lambda inputs: ask(model, inputs.requires_grad_(), use_reentrant=True)  # noqa: E731
+    elif kind == "compiled in place":
+        model.compile(backend="eager")
+    elif kind == "compiled":
+        called = torch.compile(model, backend="eager")
+    with hvd.trace_iterations() as trace:
+        clocks = train(called, optimizer, 3)
+        rows = trace.rows()
+    assert len(rows) == 3
+    if kind == "checkpointed":  # forward runs again during backward
+        clocks = [{**clock, "loss": clock["backward"]} for clock in clocks]
+        ends = [clock["backward"] for clock in clocks]
+        rows = [row._replace(bp_end=end) for row, end in zip(rows, ends, strict=True)]
+    for row, clock in zip(rows, clocks, strict=True):
+        check(row, clock)
 
 
 @pytest.mark.parametrize("steps", ["aaabbb", "ababab", "bbaabb"])
-def test_steps_that_run_another_module_are_seen(steps: str) -> None:
+@on_ranks(1)
+def test_steps_that_run_another_module_are_seen(rank: int, steps: str) -> None:
     """All but the first of them, in which it is found missing; the counts see what a trace does."""
-
-    def main(rank: int) -> None:
-        models = {"a": net(), "b": net()}
-        optimizer = distributed(*models.values())
-        hvd.metrics()
-        model = models[steps[0]]
-        with hvd.trace_iterations() as trace, no_warnings():
-            for step in steps:
-                train(models[step], optimizer)
-            rows, values = trace.rows(), hvd.metrics()
-            hooks = sum(hooks_of(model, optimizer)[3:])
-            train(model, optimizer)
-            assert sum(hooks_of(model, optimizer)[3:]) == hooks, "it is found once"
-        assert len(rows) == values["steps_total"] == len(steps) - 1
-        assert values["samples_total"] == 5 * len(rows)
-        assert not torch_module._global_forward_pre_hooks
-
-    run_ranks(1, main)
+    models = {"a": net(), "b": net()}
+    optimizer = distributed(*models.values())
+    hvd.metrics()
+    model = models[steps[0]]
+    with hvd.trace_iterations() as trace, no_warnings():
+        for step in steps:
+            train(models[step], optimizer)
+        rows, values = trace.rows(), hvd.metrics()
+        hooks = sum(hooks_of(model, optimizer)[3:])
+        train(model, optimizer)
+        assert sum(hooks_of(model, optimizer)[3:]) == hooks, "it is found once"
+    assert len(rows) == values["steps_total"] == len(steps) - 1
+    assert values["samples_total"] == 5 * len(rows)
+    assert not torch_module._global_forward_pre_hooks
 
 
-def test_samples_of_all_passes_are_counted_once() -> None:
-    def main(rank: int) -> None:
-        model = net()
-        optimizer = distributed(model, backward_passes_per_step=2)
-        hvd.metrics()
-        for step in range(3):
-            for _ in range(2):
-                loss_of(model).backward()
-            optimizer.step()
-            assert hvd.metrics()["samples_total"] == (step + 1) * 2 * 5
-
-    run_ranks(1, main)
+@on_ranks(1)
+def test_samples_of_all_passes_are_counted_once(rank: int) -> None:
+    model = net()
+    optimizer = distributed(model, backward_passes_per_step=2)
+    hvd.metrics()
+    for step in range(3):
+        for _ in range(2):
+            loss_of(model).backward()
+        optimizer.step()
+        assert hvd.metrics()["samples_total"] == (step + 1) * 2 * 5
 
 
 def test_two_optimizers_have_rows_of_their_own() -> None:
@@ -529,49 +511,43 @@ def hooks_of(model: nn.Module, optimizer: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_stop_removes_every_hook(steps: int) -> None:
-    def main(rank: int) -> None:
+@on_ranks(1)
+def test_stop_removes_every_hook(rank: int, steps: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    before = hooks_of(model, optimizer)
+    observers = current().engine._executor.observers
+    trace = hvd.trace_iterations()
+    train(model, optimizer, steps)
+    trace.stop()
+    trace.stop()
+    assert hooks_of(model, optimizer) == before
+    assert current().engine._executor.observers == observers
+    train(model, optimizer)
+    assert len(trace.rows()) == steps
+
+
+@on_ranks(1)
+def test_a_trace_keeps_neither_model_nor_optimizer_alive(rank: int) -> None:
+    with hvd.trace_iterations():
         model = net()
         optimizer = distributed(model)
-        before = hooks_of(model, optimizer)
-        observers = current().engine._executor.observers
-        trace = hvd.trace_iterations()
-        train(model, optimizer, steps)
-        trace.stop()
-        trace.stop()
-        assert hooks_of(model, optimizer) == before
-        assert current().engine._executor.observers == observers
-        train(model, optimizer)
-        assert len(trace.rows()) == steps
-
-    run_ranks(1, main)
+        train(model, optimizer, 2)
+        alive = [weakref.ref(each) for each in (model, model[0].weight, optimizer)]
+        del model, optimizer
+        gc.collect()
+        assert [each() for each in alive] == [None] * 3
 
 
-def test_a_trace_keeps_neither_model_nor_optimizer_alive() -> None:
-    def main(rank: int) -> None:
-        with hvd.trace_iterations():
-            model = net()
-            optimizer = distributed(model)
-            train(model, optimizer, 2)
-            alive = [weakref.ref(each) for each in (model, model[0].weight, optimizer)]
-            del model, optimizer
-            gc.collect()
-            assert [each() for each in alive] == [None] * 3
-
-    run_ranks(1, main)
-
-
-def test_a_model_can_be_copied_and_pickled_while_it_is_traced() -> None:
-    def main(rank: int) -> None:
-        model = net()
-        optimizer = distributed(model)
-        with hvd.trace_iterations() as trace:
-            train(model, optimizer, 2)
-            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-                assert torch.equal(other(torch.ones(5, 3)), model(torch.ones(5, 3)))
-            assert len(trace.rows()) == 2
-
-    run_ranks(1, main)
+@on_ranks(1)
+def test_a_model_can_be_copied_and_pickled_while_it_is_traced(rank: int) -> None:
+    model = net()
+    optimizer = distributed(model)
+    with hvd.trace_iterations() as trace:
+        train(model, optimizer, 2)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(torch.ones(5, 3)), model(torch.ones(5, 3)))
+        assert len(trace.rows()) == 2
 
 
 # -- blocks
@@ -590,21 +566,19 @@ def functional_loss(weight: nn.Parameter) -> torch.Tensor:
     return (torch.ones(5, 3) @ weight).square().sum()
 
 
-def test_a_loop_that_hooks_cannot_see_is_warned_about_once() -> None:
-    def main(rank: int) -> None:
-        weight = nn.Parameter(torch.ones(3, 2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
-        with hvd.trace_iterations() as trace:
-            with pytest.warns(UserWarning, match=r"with trace\.iteration\(\)"):
-                for _ in range(2):
-                    functional_loss(weight).backward()
-                    optimizer.step()
-            with no_warnings():
+@on_ranks(1)
+def test_a_loop_that_hooks_cannot_see_is_warned_about_once(rank: int) -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    with hvd.trace_iterations() as trace:
+        with pytest.warns(UserWarning, match=r"with trace\.iteration\(\)"):
+            for _ in range(2):
                 functional_loss(weight).backward()
                 optimizer.step()
-            assert trace.rows() == []
-
-    run_ranks(1, main)
+        with no_warnings():
+            functional_loss(weight).backward()
+            optimizer.step()
+        assert trace.rows() == []
 
 
 def test_a_block_is_an_iteration_and_hooks_fill_in_what_is_not_told() -> None:
@@ -632,33 +606,29 @@ def test_a_block_is_an_iteration_and_hooks_fill_in_what_is_not_told() -> None:
     run_ranks(2, main)
 
 
-def test_a_block_without_an_optimizer_of_ours_takes_all_reductions() -> None:
-    def main(rank: int) -> None:
-        with hvd.trace_iterations() as trace:
-            hvd.allreduce(torch.ones(3), name="before")
-            with trace.iteration() as it:
-                it.forward_done()
-                ready = time.monotonic()
-                hvd.allreduce(torch.ones(10), name="one")
-                hvd.allgather(torch.ones(10), name="no reduction")
-                it.reduced()
-                reduced = time.monotonic()
-            (row,) = trace.rows()
-        assert [each.bytes for each in row.segments] == [40]
-        assert row.bp_end is not None and ready <= row.bp_end <= row.segments[0].start
-        assert row.optimizer_time is not None
-        assert row.optimizer_time >= row.iteration_end - reduced
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_a_block_without_an_optimizer_of_ours_takes_all_reductions(rank: int) -> None:
+    with hvd.trace_iterations() as trace:
+        hvd.allreduce(torch.ones(3), name="before")
+        with trace.iteration() as it:
+            it.forward_done()
+            ready = time.monotonic()
+            hvd.allreduce(torch.ones(10), name="one")
+            hvd.allgather(torch.ones(10), name="no reduction")
+            it.reduced()
+            reduced = time.monotonic()
+        (row,) = trace.rows()
+    assert [each.bytes for each in row.segments] == [40]
+    assert row.bp_end is not None and ready <= row.bp_end <= row.segments[0].start
+    assert row.optimizer_time is not None
+    assert row.optimizer_time >= row.iteration_end - reduced
 
 
-def test_blocks_that_raise_or_are_inside_each_other() -> None:
-    def main(rank: int) -> None:
-        with hvd.trace_iterations() as trace:
-            with pytest.raises(ArithmeticError), trace.iteration():
-                raise ArithmeticError
-            with trace.iteration(), pytest.raises(RuntimeError, match="inside"):
-                trace.iteration().__enter__()
-            assert len(trace.rows()) == 1
-
-    run_ranks(1, main)
+@on_ranks(1)
+def test_blocks_that_raise_or_are_inside_each_other(rank: int) -> None:
+    with hvd.trace_iterations() as trace:
+        with pytest.raises(ArithmeticError), trace.iteration():
+            raise ArithmeticError
+        with trace.iteration(), pytest.raises(RuntimeError, match="inside"):
+            trace.iteration().__enter__()
+        assert len(trace.rows()) == 1

@@ -12,48 +12,44 @@ import hvdlite.torch as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.torch import mpi_ops
 from tests.ranks import run_ranks
+from tests.torch.on_ranks import on_ranks
 from tests.torch.prepared_gradients import Gradients, gradient_options, values
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_rank_joins_while_others_go_on() -> None:
-    def main(rank: int) -> None:
-        gradients = Gradients((3,), (4,))
-        for step in range(2 + 2 * rank):
-            gradients.set(step)
-            gradients.optimizer.synchronize()
-            if step >= 2:
-                for index, parameter in enumerate(gradients.parameters):
-                    expected = values(rank, step, index, tuple(parameter.shape)) / 2
-                    assert parameter.grad is not None and parameter.grad.equal(expected)
-            with gradients.optimizer.skip_synchronize():
-                gradients.optimizer.step()
-        hvd.join()
-        gradients.set(9)
-        gradients.step(9)
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_a_rank_joins_while_others_go_on(rank: int) -> None:
+    gradients = Gradients((3,), (4,))
+    for step in range(2 + 2 * rank):
+        gradients.set(step)
+        gradients.optimizer.synchronize()
+        if step >= 2:
+            for index, parameter in enumerate(gradients.parameters):
+                expected = values(rank, step, index, tuple(parameter.shape)) / 2
+                assert parameter.grad is not None and parameter.grad.equal(expected)
+        with gradients.optimizer.skip_synchronize():
+            gradients.optimizer.step()
+    hvd.join()
+    gradients.set(9)
+    gradients.step(9)
 
 
-def test_ranks_that_disagree_on_one_gradient() -> None:
+@on_ranks(2)
+def test_ranks_that_disagree_on_one_gradient(rank: int) -> None:
     """The error names it, and the other gradients of the call are reduced, now and later."""
-
-    def main(rank: int) -> None:
-        for step in range(3):
-            wrong = step == 1
-            shape = (3,) if not wrong or rank == 0 else (4,)
-            tensors = [torch.ones(2), torch.ones(shape), torch.ones(5)]
-            bucket = mpi_ops.runner.start_bucket(["a", "b", "c"], tensors, gradient_options())
-            if wrong:
-                with pytest.raises(HorovodInternalError, match=r"'allreduce\.b'.*\(3,\).*\(4,\)"):
-                    bucket.wait()
-            else:
+    for step in range(3):
+        wrong = step == 1
+        shape = (3,) if not wrong or rank == 0 else (4,)
+        tensors = [torch.ones(2), torch.ones(shape), torch.ones(5)]
+        bucket = mpi_ops.runner.start_bucket(["a", "b", "c"], tensors, gradient_options())
+        if wrong:
+            with pytest.raises(HorovodInternalError, match=r"'allreduce\.b'.*\(3,\).*\(4,\)"):
                 bucket.wait()
-                assert tensors[1].eq(2).all()
-            assert tensors[0].eq(2).all() and tensors[2].eq(2).all()
-
-    run_ranks(2, main)
+        else:
+            bucket.wait()
+            assert tensors[1].eq(2).all()
+        assert tensors[0].eq(2).all() and tensors[2].eq(2).all()
 
 
 def test_a_gradient_that_is_refused_keeps_no_other_back() -> None:
@@ -94,35 +90,31 @@ def test_a_gradient_that_is_refused_keeps_no_other_back() -> None:
     run_ranks(2, main)
 
 
-def test_tensors_of_a_group_that_come_to_share_memory() -> None:
-    def main(rank: int) -> None:
-        options = gradient_options(grouped=True)
-        for _ in range(2):
-            tensors = [torch.ones(2), torch.ones(2)]
-            mpi_ops.runner.start_bucket(["a", "b"], tensors, options).wait()
-        shared = torch.ones(2)
-        with pytest.raises(ValueError, match="share memory"):
-            mpi_ops.runner.start_bucket(["a", "b"], [shared, shared], options)
+@on_ranks(2)
+def test_tensors_of_a_group_that_come_to_share_memory(rank: int) -> None:
+    options = gradient_options(grouped=True)
+    for _ in range(2):
+        tensors = [torch.ones(2), torch.ones(2)]
         mpi_ops.runner.start_bucket(["a", "b"], tensors, options).wait()
-        assert all(tensor.eq(4).all() for tensor in tensors)
+    shared = torch.ones(2)
+    with pytest.raises(ValueError, match="share memory"):
+        mpi_ops.runner.start_bucket(["a", "b"], [shared, shared], options)
+    mpi_ops.runner.start_bucket(["a", "b"], tensors, options).wait()
+    assert all(tensor.eq(4).all() for tensor in tensors)
 
-    run_ranks(2, main)
 
-
-def test_a_state_with_another_memory_layout_is_resumed() -> None:
-    def main(rank: int) -> None:
-        gradients = Gradients((3, 2), (4,))
-        for step in range(2):
-            gradients.set(step)
-            gradients.step(step)
-        state = gradients.optimizer.state_dict()
-        gradients.optimizer.load_state_dict(state)
-        for parameter in gradients.parameters:
-            parameter.data = torch.zeros(parameter.shape[::-1]).permute(
-                *reversed(range(parameter.dim()))
-            )
-        for step in range(2, 4):
-            gradients.set(step, lambda each: each.t().contiguous().t() if each.dim() > 1 else each)
-            gradients.step(step)
-
-    run_ranks(2, main)
+@on_ranks(2)
+def test_a_state_with_another_memory_layout_is_resumed(rank: int) -> None:
+    gradients = Gradients((3, 2), (4,))
+    for step in range(2):
+        gradients.set(step)
+        gradients.step(step)
+    state = gradients.optimizer.state_dict()
+    gradients.optimizer.load_state_dict(state)
+    for parameter in gradients.parameters:
+        parameter.data = torch.zeros(parameter.shape[::-1]).permute(
+            *reversed(range(parameter.dim()))
+        )
+    for step in range(2, 4):
+        gradients.set(step, lambda each: each.t().contiguous().t() if each.dim() > 1 else each)
+        gradients.step(step)

@@ -20,6 +20,7 @@ from hvdlite.torch import mpi_ops
 from hvdlite.torch.optimizer import gradient_exchange, in_flight
 from tests.ranks import run_ranks
 from tests.short_calls import begin, interrupted_after, until
+from tests.torch.on_ranks import on_ranks
 from tests.torch.prepared_gradients import Gradients, Tensor, buckets, gradient_options, values
 
 pytestmark = pytest.mark.timeout(120)
@@ -98,141 +99,124 @@ def test_a_small_segment_is_exchanged_by_the_threads_that_wait(
     run_ranks(2, main)
 
 
-def test_a_small_step_to_which_a_rank_comes_late() -> None:
+@on_ranks(2)
+def test_a_small_step_to_which_a_rank_comes_late(rank: int) -> None:
     """The others turn to the coordinator, and the late one finds its gradients reduced."""
-
-    def main(rank: int) -> None:
-        gradients = Gradients((3,), (4, 2))
-        for step in range(6):
-            gradients.set(step)
-            if step % 2 == rank:
-                threading.Event().wait(0.03)
-            gradients.step(step)
-
-    run_ranks(2, main)
+    gradients = Gradients((3,), (4, 2))
+    for step in range(6):
+        gradients.set(step)
+        if step % 2 == rank:
+            threading.Event().wait(0.03)
+        gradients.step(step)
 
 
-def test_a_small_step_that_one_rank_does_not_wait_for() -> None:
+@on_ranks(2)
+def test_a_small_step_that_one_rank_does_not_wait_for(rank: int) -> None:
     """Rank 1 sends gradients one by one, from the hooks of backward."""
-
-    def main(rank: int) -> None:
-        gradients = Gradients((3,), (4, 2))
-        if rank:
-            gradients.optimizer._exchange._enough_bytes = 0
-            gradients.optimizer._exchange._find_enough_bytes = lambda: None
-        for step in range(5):
-            for index, parameter in enumerate(gradients.parameters):
-                (parameter * values(rank, step, index, tuple(parameter.shape))).sum().backward()
-            gradients.step(step)
-            gradients.optimizer.zero_grad()
-
-    run_ranks(2, main)
+    gradients = Gradients((3,), (4, 2))
+    if rank:
+        gradients.optimizer._exchange._enough_bytes = 0
+        gradients.optimizer._exchange._find_enough_bytes = lambda: None
+    for step in range(5):
+        for index, parameter in enumerate(gradients.parameters):
+            (parameter * values(rank, step, index, tuple(parameter.shape))).sum().backward()
+        gradients.step(step)
+        gradients.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after the exchange", "before"])
-def test_ctrl_c_in_a_small_step(before: bool) -> None:
+@on_ranks(2)
+def test_ctrl_c_in_a_small_step(rank: int, before: bool) -> None:
     """The other rank gets its gradients, and this one goes on with the same names."""
+    calls = current().engine._short_calls
+    if calls is None:
+        pytest.skip("there is no compiled code")
+    gradients = Gradients((3,), (4, 2))
+    for step in range(2):
+        gradients.set(step)
+        gradients.step(step)
+    gradients.set(2)
+    if rank == 0:
+        exchange = calls._exchange
+        run = exchange.run
 
-    def main(rank: int) -> None:
-        calls = current().engine._short_calls
-        if calls is None:
-            pytest.skip("there is no compiled code")
-        gradients = Gradients((3,), (4, 2))
-        for step in range(2):
-            gradients.set(step)
-            gradients.step(step)
-        gradients.set(2)
-        if rank == 0:
-            exchange = calls._exchange
-            run = exchange.run
+        def interrupted(call: Any) -> None:
+            exchange.run = run  # type: ignore[method-assign]
+            if not before:
+                run(call)
+            raise KeyboardInterrupt
 
-            def interrupted(call: Any) -> None:
-                exchange.run = run  # type: ignore[method-assign]
-                if not before:
-                    run(call)
-                raise KeyboardInterrupt
-
-            exchange.run = interrupted  # type: ignore[method-assign]
-            with pytest.raises(KeyboardInterrupt):
-                gradients.optimizer.synchronize()
-            until(lambda: all(each.handle.poll() for each in buckets()))
-            gradients.check(2)
-            gradients.optimizer.zero_grad()
-        else:
-            gradients.step(2)
-        gradients.set(3)
-        gradients.step(3)
-
-    run_ranks(2, main)
-
-
-def test_ctrl_c_at_any_point_of_a_small_step() -> None:
-    """The other rank gets its gradients, and this one goes on with the same names."""
-
-    def main(rank: int) -> None:
-        gradients, engine = Gradients((3,), (4, 2)), current().engine
-        begin()
-        for points in range(1000):
-            gradients.set(points)
-            go_on = np.zeros(1)
-            if rank:
-                gradients.step(points)
-            else:
-                go_on += interrupted_after(
-                    engine, "add_pending", points, [prepared_bucket, gradient_exchange, in_flight],
-                    gradients.optimizer.synchronize,
-                )  # fmt: skip
-                until(lambda: not engine._pending._entries)
-                assert not gradients.optimizer._exchange._waits_next, points  # hooks send at once
-                gradients.optimizer.load_state_dict(gradients.optimizer.state_dict())
-            gradients.optimizer.zero_grad()
-            if not hvd_numpy.allreduce(go_on, name="go on", op=hvd.Sum)[0]:
-                break
-        assert 5 < points < 200
-        gradients.set(0)
-        gradients.step(0)
-
-    run_ranks(2, main)
-
-
-def test_a_small_step_that_one_rank_gives_up() -> None:
-    """It has begun the step, and loads a state instead: the other rank has its gradients."""
-
-    def main(rank: int) -> None:
-        gradients = Gradients((3,), (4, 2))
-        gradients.set(0)
-        gradients.step(0)
-        gradients.set(1)
-        if rank == 0:
-            exchange = gradients.optimizer._exchange
-            exchange._gather(["p0"])
-            exchange._gather(["p1"])
-            exchange._send_all()
-            gradients.optimizer.load_state_dict(gradients.optimizer.state_dict())
-            until(lambda: all(each.handle.poll() for each in buckets()))
-            gradients.check(1)
-        else:
-            gradients.step(1)
-        gradients.set(2)
-        gradients.step(2)
-
-    run_ranks(2, main)
-
-
-def test_a_rank_that_dies_in_a_small_step_is_named() -> None:
-    def main(rank: int) -> None:
-        gradients = Gradients((3,), (4, 2))
-        gradients.set(0)
-        gradients.step(0)
-        if rank == 1:
-            current().transport.close()
-            return
-        gradients.set(1)
-        with pytest.raises(HorovodInternalError, match="rank 1"):
+        exchange.run = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
             gradients.optimizer.synchronize()
-        assert not gradients.optimizer._exchange.busy
+        until(lambda: all(each.handle.poll() for each in buckets()))
+        gradients.check(2)
+        gradients.optimizer.zero_grad()
+    else:
+        gradients.step(2)
+    gradients.set(3)
+    gradients.step(3)
 
-    run_ranks(2, main)
+
+@on_ranks(2)
+def test_ctrl_c_at_any_point_of_a_small_step(rank: int) -> None:
+    """The other rank gets its gradients, and this one goes on with the same names."""
+    gradients, engine = Gradients((3,), (4, 2)), current().engine
+    begin()
+    for points in range(1000):
+        gradients.set(points)
+        go_on = np.zeros(1)
+        if rank:
+            gradients.step(points)
+        else:
+            go_on += interrupted_after(
+                engine, "add_pending", points, [prepared_bucket, gradient_exchange, in_flight],
+                gradients.optimizer.synchronize,
+            )  # fmt: skip
+            until(lambda: not engine._pending._entries)
+            assert not gradients.optimizer._exchange._waits_next, points  # hooks send at once
+            gradients.optimizer.load_state_dict(gradients.optimizer.state_dict())
+        gradients.optimizer.zero_grad()
+        if not hvd_numpy.allreduce(go_on, name="go on", op=hvd.Sum)[0]:
+            break
+    assert 5 < points < 200
+    gradients.set(0)
+    gradients.step(0)
+
+
+@on_ranks(2)
+def test_a_small_step_that_one_rank_gives_up(rank: int) -> None:
+    """It has begun the step, and loads a state instead: the other rank has its gradients."""
+    gradients = Gradients((3,), (4, 2))
+    gradients.set(0)
+    gradients.step(0)
+    gradients.set(1)
+    if rank == 0:
+        exchange = gradients.optimizer._exchange
+        exchange._gather(["p0"])
+        exchange._gather(["p1"])
+        exchange._send_all()
+        gradients.optimizer.load_state_dict(gradients.optimizer.state_dict())
+        until(lambda: all(each.handle.poll() for each in buckets()))
+        gradients.check(1)
+    else:
+        gradients.step(1)
+    gradients.set(2)
+    gradients.step(2)
+
+
+@on_ranks(2)
+def test_a_rank_that_dies_in_a_small_step_is_named(rank: int) -> None:
+    gradients = Gradients((3,), (4, 2))
+    gradients.set(0)
+    gradients.step(0)
+    if rank == 1:
+        current().transport.close()
+        return
+    gradients.set(1)
+    with pytest.raises(HorovodInternalError, match="rank 1"):
+        gradients.optimizer.synchronize()
+    assert not gradients.optimizer._exchange.busy
 
 
 def test_what_can_be_one_short_call() -> None:
