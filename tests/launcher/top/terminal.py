@@ -9,9 +9,10 @@ import select
 import subprocess
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from tests.forks import forks
 from tests.launcher.live.test_table import CODES
 from tests.parallel.jobs import environment
 
@@ -19,13 +20,14 @@ from tests.parallel.jobs import environment
 class Terminal:
     """A program on a terminal of its own."""
 
-    def __init__(self, words: list[str], **variables: str) -> None:
+    def __init__(self, words: list[str], forked: Sequence[str], **variables: str) -> None:
         self.ours, theirs = os.openpty()
         termios.tcsetwinsize(theirs, (40, 120)) if hasattr(termios, "tcsetwinsize") else None
         self.usual = termios.tcgetattr(theirs)
-        self.process = subprocess.Popen(
+        popen = forks(*forked) if forked else subprocess.Popen
+        self.process = popen(
             words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**variables),
-            preexec_fn=lambda: take_terminal(theirs),  # noqa: PLW1509 - it makes system calls
+            preexec_fn=take_terminal,  # It makes system calls.
         )  # fmt: skip
         self.theirs = theirs
         self.text = ""
@@ -51,7 +53,7 @@ class Terminal:
     def wait(self, seconds: float = 20.0) -> int:
         """Return the exit code of the program, which waits while nobody reads what it draws."""
         end = time.monotonic() + seconds
-        while self.process.poll() is None:
+        while self.process.poll() is None or select.select([self.ours], [], [], 0)[0]:
             assert time.monotonic() < end, CODES.sub("", self.text)[-3000:]
             if select.select([self.ours], [], [], 0.1)[0]:
                 with suppress(OSError):  # It has ended.
@@ -68,14 +70,15 @@ class Terminal:
         os.close(self.theirs)
 
 
-def take_terminal(fd: int) -> None:
+def take_terminal() -> None:
     os.setsid()
-    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @contextmanager
-def terminal(words: list[str], **variables: str) -> Iterator[Terminal]:
-    one = Terminal(words, **variables)
+def terminal(words: list[str], forked: Sequence[str] = (), **variables: str) -> Iterator[Terminal]:
+    """Run a program; `forked` as in `tests.launcher.jobs.start`."""
+    one = Terminal(words, forked, **variables)
     try:
         yield one
     finally:
