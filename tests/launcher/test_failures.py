@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +16,10 @@ from hvdlite.launcher.command_line.options import resolve
 from hvdlite.launcher.decisions.endings import Failure
 from hvdlite.launcher.hosts.ssh import diagnose
 from hvdlite.launcher.jobs.outcome import failure_sentence
-from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
-from tests.launcher.jobs import IMPATIENT, LAUNCHER, RANK, launch
+from tests.launcher.jobs import IMPATIENT, LAUNCHER, RANK, executable, launch
+from tests.launcher.mpirun import with_openmpi
 
 each_launcher = pytest.mark.usefixtures("launcher")
-USED = next(find_all(os.environ), None)
-with_openmpi = pytest.mark.skipif(
-    USED is None or USED.kind != OPENMPI, reason="there is no Open MPI"
-)
 ENDED = "; the job has been ended"
 
 
@@ -182,8 +177,7 @@ def test_a_script_is_run_by_the_python_of_the_launcher(tmp_path: Path) -> None:
     script.write_text("import sys; print(sys.executable, sys.argv[1:])")
     done = launch("-np", "2", str(script), "--lr", "1")
     assert done.stdout.count(f":{sys.executable} ['--lr', '1']\n") == 2
-    script.write_text("#!/bin/sh\necho by itself\n")
-    script.chmod(0o755)
+    executable(script, "echo by itself")
     assert launch("-np", "1", str(script)).stdout == "[0]<stdout>:by itself\n"
 
 
@@ -214,16 +208,6 @@ def test_a_killed_worker_of_servers_gets_a_hint(code: int, flags: str) -> None:
     ("said", "cause", "remedy"),
     [
         ("Host key verification failed.", "key is not known", "ssh-keyscan far"),
-        ("me@far: Permission denied (publickey,password).", "refuses the login", "ssh-copy-id far"),
-        (
-            "ssh: Could not resolve hostname far: Name or service not known",
-            "no address",
-            "spelling",
-        ),
-        ("ssh: connect to host far port 22: Connection timed out", "does not lead", "firewall"),
-        ("ssh: connect to host far port 22: No route to host", "does not lead", "firewall"),
-        ("ssh: connect to host far port 22: Connection refused", "no ssh server", "--ssh-port"),
-        ("kex_exchange_identification: Connection closed by remote host", "closed", "ssh far true"),
         ("sh: 1: /opt/venv/bin/prted: not found", "not installed", "same path"),
         ("bash: /opt/venv/bin/prted: No such file or directory", "not installed", "same path"),
         ("", "connect back", "--network-interfaces"),
