@@ -24,6 +24,7 @@ from hvdlite.launcher.elastic.horovod_types import (
     HostManager,
     SlotInfo,
 )
+from tests.launcher.jobs import executable
 
 pytestmark = pytest.mark.timeout(120)
 MakeDriver = Callable[..., ElasticDriver]
@@ -402,12 +403,10 @@ def test_a_host_that_has_cooled_down_is_added(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_host_discovery_script(tmp_path: Path) -> None:
-    script = tmp_path / "hosts.sh"
-    script.write_text("#!/bin/sh\necho host-2\necho\necho host-1:3\n")
-    script.chmod(0o755)
+    script = executable(tmp_path / "hosts.sh", "echo host-2\necho\necho host-1:3")
     found = HostDiscoveryScript(str(script), 4).find_available_hosts_and_slots()
     assert list(found.items()) == [("host-2", 4), ("host-1", 3)]
-    script.write_text("#!/bin/sh\nexit 3\n")
+    executable(script, "exit 3")
     with pytest.raises(RuntimeError, match="exit status 3"):
         HostDiscoveryScript(str(script), 4).find_available_hosts_and_slots()
 

@@ -94,3 +94,17 @@ def processes(mark: str) -> dict[int, str]:
         except OSError:  # it has ended, or is not ours
             continue
     return found
+
+
+def executable(path: Path, text: str) -> Path:
+    """Write a program of the shell; return its path."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def wait_until_up(process: subprocess.Popen[str], ranks: int) -> None:
+    """Wait until so many ranks have said that they are up."""
+    assert process.stdout is not None and process.stderr is not None
+    for _ in range(ranks):
+        assert process.stdout.readline().endswith(":up\n"), process.stderr.read()

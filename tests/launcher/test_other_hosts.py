@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -11,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
-from tests.launcher.jobs import IMPATIENT, RANK, start
+from tests.launcher.jobs import IMPATIENT, RANK, executable, start, wait_until_up
+from tests.launcher.mpirun import with_openmpi
 
 # Called instead of ssh: AGENT HOST COMMAND. There, the launcher's directory does not exist.
 AGENT = """\
-#!/bin/sh
 shift
 exec unshare -m sh -c "mount -t tmpfs none '$TMPDIR' && $*"
 """
@@ -29,19 +27,16 @@ def may_not_mount() -> bool:
     return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode != 0
 
 
-USED = next(find_all(os.environ), None)
 pytestmark = [
     pytest.mark.usefixtures("with_mpirun"),
-    pytest.mark.skipif(USED is None or USED.kind != OPENMPI, reason="there is no Open MPI"),
+    with_openmpi,
     pytest.mark.skipif(may_not_mount(), reason="may not mount in a namespace of its own"),
 ]
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> tuple[str, ...]:
-    agent = tmp_path / "agent"
-    agent.write_text(AGENT)
-    agent.chmod(0o755)
+    agent = executable(tmp_path / "agent", AGENT)
     hosts = ("-np", "3", "-H", "localhost:1,other-host:2")
     return (*hosts, f"--mpi-args=--prtemca plm_ssh_agent {agent}", sys.executable, "-c")
 
@@ -97,9 +92,7 @@ def test_a_rank_there_says_that_it_is_only_a_victim(words: tuple[str, ...]) -> N
 
 def test_a_signal_ends_ranks_there(words: tuple[str, ...]) -> None:
     with start(*words, RANK + "print('up', flush=True); time.sleep(600)") as process:
-        assert process.stdout is not None
-        for _ in range(3):
-            assert process.stdout.readline().endswith("up\n")
+        wait_until_up(process, 3)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM

@@ -15,37 +15,31 @@ import hvdlite
 from hvdlite.launcher import check_build
 from hvdlite.launcher.cli import main
 from hvdlite.launcher.hosts.resources import cores
-from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
 from tests.launcher.jobs import (
     IMPATIENT,
     LAUNCHER,
     MARK,
-    RANK,
     SHARED_MEMORY,
+    executable,
     launch,
     processes,
     start,
+    wait_until_up,
 )
+from tests.launcher.mpirun import with_openmpi
+from tests.launcher.other_hosts import python
 
 pytestmark = [
     pytest.mark.usefixtures("launcher"),
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
 ]
 
-USED = next(find_all(os.environ), None)
-with_openmpi = pytest.mark.skipif(
-    USED is None or USED.kind != OPENMPI, reason="asks what Open MPI alone does"
-)
 over_mpirun = pytest.mark.parametrize("launcher", ["mpirun"], indirect=True)
 over_agents = pytest.mark.parametrize("launcher", ["ssh"], indirect=True)
 # An MPI that no mpirun has started leaves files behind when it is killed, as in any other process.
 WITH_MPI = {"ssh": "", "mpirun": "import mpi4py.MPI\n"}
 SLEEP = "time.sleep(600)\n"
 END_SECONDS = 5.0  # from a signal to the end of the last process; promised to users
-
-
-def python(script: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", RANK + script)
 
 
 def test_every_rank_runs_with_its_arguments_and_environment(tmp_path: Path) -> None:
@@ -193,9 +187,7 @@ def test_a_signal_ends_every_process_in_time(number: signal.Signals, launcher: s
     """Two ranks obey, and one does not."""
     script = WITH_MPI[launcher] + IGNORE + "print('up', flush=True)\n" + SLEEP
     with start("-np", "3", *python(script)) as process:
-        assert process.stdout is not None
-        for _ in range(3):
-            assert process.stdout.readline().endswith(":up\n")
+        wait_until_up(process, 3)
         process.send_signal(number)
         _, err = process.communicate(timeout=END_SECONDS)
         assert process.returncode == 128 + number
@@ -210,9 +202,7 @@ def test_a_launcher_under_nohup_goes_on_after_a_hangup() -> None:
         tempfile.TemporaryDirectory() as folder,
         start("-np", "2", *python(script), folder + "/end", ignored=[signal.SIGHUP]) as process,
     ):
-        assert process.stdout is not None
-        for _ in range(2):
-            assert process.stdout.readline().endswith(":up\n")
+        wait_until_up(process, 2)
         process.send_signal(signal.SIGHUP)
         Path(folder, "end").touch()
         _, err = process.communicate(timeout=30)
@@ -223,9 +213,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     script = "print('up', flush=True)\n" + SLEEP
     mark = str(tmp_path)
     with start("-np", "2", *python(script), **{"TMPDIR": mark, MARK: mark}) as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            assert process.stdout.readline()
+        wait_until_up(process, 2)
         process.kill()
         process.wait()
         deadline = time.monotonic() + 30
@@ -282,9 +270,7 @@ def test_a_wrong_argument_for_mpirun_is_its_own_error() -> None:
 @with_openmpi
 @over_mpirun
 def test_ranks_that_do_not_start_in_time_end_the_job(tmp_path: Path) -> None:
-    slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nexec sleep 600\n")
-    slow.chmod(0o755)
+    slow = executable(tmp_path / "slow", "exec sleep 600")
     words = ("-np", "2", "-H", "no-such-host:2", "--start-timeout", "1")
     done = launch(*words, "--mpi-args", f"--prtemca plm_ssh_agent {slow}", "true")
     assert done.returncode == 1

@@ -23,9 +23,11 @@ from hvdlite.launcher.hosts.resources import cores
 from hvdlite.launcher.hosts.ssh import MOST_AT_ONCE
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.jobs.start import run_job
-from tests.launcher.jobs import IMPATIENT, LAUNCHER, MARK, launch, processes, start
+from tests.forks import NUMPY, forks
+from tests.launcher.jobs import IMPATIENT, LAUNCHER, MARK, launch, processes, start, wait_until_up
 from tests.launcher.other_hosts import HAVE_NAMES, agents, calls, make_ssh, python
 from tests.limits import patient
+from tests.parallel.jobs import environment
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
@@ -54,9 +56,7 @@ def up(
     mark = {MARK: str(folder)}
     options = {"may_leave": may_leave, **variables, **mark}
     with start(*HOSTS, *python(script), program=program, **options) as process:
-        assert process.stdout is not None
-        for _ in range(3):
-            assert process.stdout.readline().endswith("up\n"), process.stderr.read()  # type: ignore[union-attr]
+        wait_until_up(process, 3)
         yield process
 
 
@@ -101,10 +101,13 @@ def test_the_environment_travels_in_the_channel(ssh: dict[str, str], tmp_path: P
 
 def test_ranks_there_do_not_get_the_python_path_of_their_agent(tmp_path: Path) -> None:
     """The agent finds this hvdlite by it, which is nothing for the user's scripts."""
-    code = "import os; print('has', os.environ.get('PYTHONPATH', ''))"
+    variables = environment(**make_ssh(tmp_path))
+    del variables["PYTHONPATH"]
+    code = "import os; print(os.environ.get('PYTHONPATH'))"
     words = ("-np", "1", "--no-check-hosts", "-H", "other:1", sys.executable, "-S", "-c", code)
-    done = launch(*words, **make_ssh(tmp_path), PYTHONPATH="")
-    assert (done.stderr, done.stdout) == ("", "[0]<stdout>:has \n")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = forks(*NUMPY)([*LAUNCHER, *words], env=variables, **pipes)
+    assert process.communicate(timeout=patient(30)) == ("[0]<stdout>:None\n", "")
 
 
 def test_a_large_call_takes_little_memory_of_the_launcher(

@@ -43,18 +43,18 @@ if __name__ == "__main__":
 """
 
 
-def start(
-    *words: str, cwd: Path | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
+AS_HOROVOD = ("-m", "hvdlite.as_horovod")
+
+
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hvdlite.as_horovod", *words],
-        env=environment(**variables), cwd=cwd, capture_output=True, text=True, timeout=60,
-        check=False,
+        [sys.executable, *words], env=environment(**variables), capture_output=True, text=True,
+        timeout=60, check=False,
     )  # fmt: skip
 
 
-def run(*words: str, cwd: Path | None = None, **variables: str) -> str:
-    done = start(*words, cwd=cwd, **variables)
+def run(*words: str, **variables: str) -> str:
+    done = python(*AS_HOROVOD, *words, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -70,20 +70,17 @@ def test_as_a_script(script: Path) -> None:
     assert run(str(script), "--lr", "1") == "answered __main__ ['--lr', '1']\n"
 
 
-def test_as_a_module_and_as_code(tmp_path: Path) -> None:
+def test_as_a_module_and_as_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     code = "import horovod.common, sys; print(horovod.common.__name__, __name__, sys.argv[1:])"
     (tmp_path / "train.py").write_text(code)
     said = "hvdlite.common __main__ ['-m', 'x']\n"
-    assert run("-m", "train", "-m", "x", cwd=tmp_path) == run("-c", code, "-m", "x") == said
+    assert run("-m", "train", "-m", "x") == run("-c", code, "-m", "x") == said
 
 
 def test_flags_of_python_are_kept(script: Path) -> None:
     code = "import sys, horovod; print(sys.flags.dev_mode, sys.warnoptions)"
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error::ImportWarning", "-m", "hvdlite.as_horovod",
-         "-c", code],
-        env=environment(), capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    done = python("-X", "dev", "-W", "error::ImportWarning", *AS_HOROVOD, "-c", code)
     assert done.stdout.startswith("True ")
     assert "error::ImportWarning" in done.stdout
 
@@ -168,7 +165,7 @@ def test_find_spec_finds_nothing_where_there_is_nothing() -> None:
         "print(importlib.util.find_spec('horovod.numpy').name)\n"
         "import horovod.mxnet\n"
     )
-    done = start("-c", code)
+    done = python(*AS_HOROVOD, "-c", code)
     assert done.stdout.split() == ["None"] * 4 + ["horovod.numpy"]
     assert "ModuleNotFoundError: No module named 'horovod.mxnet': hvdlite, which" in done.stderr
 
@@ -199,10 +196,7 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
 
 
 def test_no_arguments_is_a_usage_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdlite.as_horovod"],
-        env=environment(), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = python(*AS_HOROVOD)
     assert done.returncode != 0
     assert "usage" in done.stderr
 
@@ -233,10 +227,7 @@ def test_importing_hvdlite_is_cheap() -> None:
         "assert 'importlib.metadata' not in set(sys.modules) - before\n"
         "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+    done = python("-c", code)
     assert set(eval(done.stdout)) <= {"hvdlite", "typing", "__future__", "collections", "functools",
                                       "operator", "itertools", "keyword", "reprlib", "re", "enum",
                                       "types", "copyreg", "contextlib", "_collections_abc",

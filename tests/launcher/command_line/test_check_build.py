@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from importlib import import_module
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import EntryPoint, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hvdlite.common.collectives.native.compiler import find_compiler
 from hvdlite.launcher import check_build
 from hvdlite.tools import trials
 from tests.compilers import Compiler, quick_compiler
-from tests.launcher.jobs import MARK, launch, processes
+from tests.launcher.jobs import MARK, executable, launch, processes
 from tests.parallel.jobs import clean_environment
 
 pytestmark = pytest.mark.timeout(200)
@@ -52,7 +52,8 @@ def test_every_framework_is_listed_with_its_version(monkeypatch: pytest.MonkeyPa
         if find_spec(package) is None:
             assert listed[name] is False
         else:
-            wanted = rf"{name} {re.escape(version(package))}($| \()"
+            distribution, *_ = packages_distributions()[package]
+            wanted = rf"{name} {re.escape(version(distribution))}($| \()"
             assert any(re.match(wanted, text) for text in listed), listed
 
 
@@ -67,8 +68,7 @@ def test_without_mpi_it_says_what_works_and_what_does_not(
     assert {"agents on this host", "TCP", "shm", "ring"} <= works
     assert not [text for text in works if "mpi" in text.lower()]
     assert listed["agents on other hosts by ssh"] is listed["agents by srun"] is False
-    (tmp_path / "ssh").write_text("#!/bin/sh\n")
-    (tmp_path / "ssh").chmod(0o700)
+    executable(tmp_path / "ssh", "")
     listed = lines(check_build.report({"PATH": str(tmp_path)}))
     assert listed[f"agents on other hosts by ssh ({tmp_path}/ssh)"]
 
@@ -86,7 +86,7 @@ def test_compiled_code_is_compiled_and_tried(tmp_path: Path) -> None:
     if has_tensorflow:
         recipes.append(import_module("hvdlite.tf.native.library").recipe())
         text = "TensorFlow operations: compiled on this machine, for TensorFlow "
-        words[text + version("tensorflow")] = True
+        words[text + import_module("tensorflow").__version__] = True
     compiler, cache = quick_compiler(tmp_path, *recipes), tmp_path / "cache"
     done = launch("--check-build", timeout=150, CXX=str(compiler.path), XDG_CACHE_HOME=str(cache))
     assert compiler.calls == len(recipes)
@@ -140,9 +140,7 @@ def test_a_trial_that_does_not_end_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_build, "TRIAL_SECONDS", 0.5)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nsleep 60\n")  # a child of the trial, as the compiler is
-    python.chmod(0o700)
+    python = executable(tmp_path / "python", "sleep 60\n")  # Its child, as the compiler is.
     monkeypatch.setattr(sys, "executable", str(python))
     text, works = compiled(tmp_path, monkeypatch, **{MARK: str(tmp_path)})
     assert not works

@@ -12,6 +12,7 @@ import pytest
 from hvdlite.launcher.elastic import job as discovery_script
 from hvdlite.launcher.elastic.job import DiscoveryScript
 from hvdlite.launcher.processes.event_loop import EventLoop
+from tests.launcher.jobs import executable
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -43,9 +44,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     made: list[Asked] = []
 
     def make(text: str, longest_seconds: float = 10.0, name: str = "find hosts.sh") -> Asked:
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
+        path = executable(tmp_path / name, text)
         made.append(Asked(str(path), longest_seconds))
         return made[-1]
 

@@ -13,6 +13,7 @@ import pytest
 
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
+from tests.launcher.jobs import executable
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked", "by_value")]
 HOSTS = "localhost:2,127.0.0.1:2"
@@ -32,9 +33,7 @@ def test_results_are_those_of_the_first_ranks_in_their_order() -> None:
 
 
 def test_slots_of_a_discovery_script(tmp_path: Path) -> None:
-    script = tmp_path / "hosts.sh"
-    script.write_text("#!/bin/sh\necho localhost\n")
-    script.chmod(0o755)
+    script = executable(tmp_path / "hosts.sh", "echo localhost")
     results = hvdlite.run(place, host_discovery_script=str(script), slots=2, min_np=2)
     assert results == [(0, 2), (1, 2)]
 

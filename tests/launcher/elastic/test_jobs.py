@@ -18,7 +18,7 @@ from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.top.connection import JobConnection, find_jobs
 from tests.forks import NUMPY
 from tests.launcher.elastic.jobs import Watch, elastic, kill
-from tests.launcher.jobs import MARK, launch, processes, start
+from tests.launcher.jobs import MARK, executable, launch, processes, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -128,9 +128,7 @@ def test_the_only_agent_that_is_killed_is_not_said_to_be_tried_again(tmp_path: P
 
 
 def test_a_discovery_script_that_fails_at_first_ends_the_job(tmp_path: Path) -> None:
-    path = tmp_path / "hosts.sh"
-    path.write_text("#!/bin/sh\necho no cluster >&2; exit 3\n")
-    path.chmod(0o755)
+    path = executable(tmp_path / "hosts.sh", "echo no cluster >&2; exit 3")
     done = launch("-np", "1", "--host-discovery-script", str(path), "touch", str(tmp_path / "x"))
     assert done.returncode == 1
     assert "ended with exit code 3 and said: no cluster" in done.stderr
@@ -139,9 +137,8 @@ def test_a_discovery_script_that_fails_at_first_ends_the_job(tmp_path: Path) -> 
 
 
 def test_a_slot_without_a_device_ends_no_rank_and_is_told_once(tmp_path: Path) -> None:
-    path, slots = tmp_path / "hosts.sh", tmp_path / "slots"
-    path.write_text(f"#!/bin/sh\ncat '{slots}'\n")
-    path.chmod(0o755)
+    slots = tmp_path / "slots"
+    path = executable(tmp_path / "hosts.sh", f"cat '{slots}'")
     slots.write_text("localhost:2\n")
     words = ("-np", "2", "--min-np", "1", "--max-np", "4", "--gpus-per-rank", "1")
     words += ("--host-discovery-script", str(path))
@@ -164,14 +161,11 @@ def test_a_slot_without_a_device_ends_no_rank_and_is_told_once(tmp_path: Path) -
 
 
 def test_a_host_whose_agent_cannot_be_started_is_done_without(tmp_path: Path) -> None:
-    path, slots = tmp_path / "hosts.sh", tmp_path / "slots"
-    path.write_text(f"#!/bin/sh\nwhile read line; do echo $line; done <'{slots}'\n")
-    path.chmod(0o755)
+    slots = tmp_path / "slots"
+    path = executable(tmp_path / "hosts.sh", f"while read line; do echo $line; done <'{slots}'")
     slots.write_text("localhost:2\n")
     (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
-    python.chmod(0o755)
+    executable(tmp_path / "bin" / "python", f"exec '{sys.executable}' \"$@\"")
     words = ("-np", "2", "--min-np", "1", "--max-np", "4", "--host-discovery-script", str(path))
     with elastic(tmp_path, *words, PATH=str(tmp_path / "bin"), forked=()) as job:
         job.watch.world(2)

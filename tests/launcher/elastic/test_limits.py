@@ -12,7 +12,7 @@ import pytest
 
 from tests.launcher.elastic.jobs import elastic, kill
 from tests.launcher.elastic_scenarios.sites import Site
-from tests.launcher.jobs import launch
+from tests.launcher.jobs import executable, launch
 from tests.launcher.other_hosts import make_ssh
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,9 +33,7 @@ def test_missing_slots_end_the_job_after_the_elastic_timeout(site: Site) -> None
 
 
 def test_slots_that_never_come_end_the_job_at_its_start(tmp_path: Path) -> None:
-    script = tmp_path / "hosts.sh"
-    script.write_text("#!/bin/sh\necho localhost:1\n")
-    script.chmod(0o755)
+    script = executable(tmp_path / "hosts.sh", "echo localhost:1")
     words = ("-np", "2", "--elastic-timeout", "1", "--host-discovery-script", str(script))
     done = launch(*words, "touch", str(tmp_path / "x"))
     assert done.returncode == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launcher.mpirun.mpirun import remove_segments, segments_of
-from tests.launcher.jobs import RANK, launch, start
+from tests.launcher.jobs import RANK, launch, start, wait_until_up
 from tests.parallel.jobs import environment
 
 pytestmark = [
@@ -75,9 +75,7 @@ def test_segments_of_a_job_are_those_that_its_ranks_map() -> None:
 def test_shared_memory_of_ranks_that_are_killed_goes_with_the_job() -> None:
     script = "import mpi4py.MPI\nprint('up', flush=True)\ntime.sleep(600)"
     with start("-np", "2", sys.executable, "-c", RANK + script) as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            assert process.stdout.readline().endswith("up\n")
+        wait_until_up(process, 2)
         for number in (signal.SIGTERM, signal.SIGTERM):  # the second one kills
             process.send_signal(number)
         process.communicate(timeout=10)  # `start` looks for what is left

@@ -14,6 +14,7 @@ from hvdlite.launcher.jobs.environment import rank_environment
 from hvdlite.launcher.jobs.passed_variables import names_for_other_hosts
 from hvdlite.launcher.mpirun.commands import Place, build_command, build_environment
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_mpi, identify
+from tests.launcher.jobs import executable
 
 OMPI5 = Mpi(OPENMPI, "/opt/mpirun", "Open MPI 5.0.8", 5)
 OMPI4 = Mpi(OPENMPI, "/usr/bin/mpirun", "Open MPI 4.1.6", 4)
@@ -154,8 +155,7 @@ def test_another_program_is_no_mpi() -> None:
 
 def test_srun_is_used_in_an_allocation_unless_hosts_are_given(tmp_path: Any) -> None:
     for name, text in (("srun", ""), ("mpirun", "mpirun (Open MPI) 4.1.2")):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, f"echo '{text}'")
     environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}
     assert find_mpi(environ, hosts_given=False).kind == SLURM
     assert find_mpi(environ, hosts_given=True).kind != SLURM
@@ -174,21 +174,11 @@ def test_srun_is_used_in_an_allocation_unless_hosts_are_given(tmp_path: Any) -> 
 
 def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None:
     environ = {
-        "PATH": "/bin",
-        "HOME": "/home/me",
-        "MY_TOKEN": "x",
-        "HVDLITE_CYCLE_TIME": "1",
-        "OMPI_MCA_pml": "ob1",
-        "BASH_FUNC_module%%": "() { :; }",
-        "OLDPWD": "/",
-        "_HOROVOD_SECRET_KEY": "k",
-        "PMIX_RANK": "3",
-        "PMI_SIZE": "4",
-        "OMPI_COMM_WORLD_RANK": "3",
-        "HVDLITE_LAUNCHER_EVENTS": "t 0 /x",
-        "HVDLITE_CROSS_RANK": "1",
-        "HOROVOD_RANK": "3",
-    }
+        "PATH": "/bin", "HOME": "/home/me", "MY_TOKEN": "x", "HVDLITE_CYCLE_TIME": "1",
+        "OMPI_MCA_pml": "ob1", "BASH_FUNC_module%%": "() { :; }", "OLDPWD": "/",
+        "_HOROVOD_SECRET_KEY": "k", "PMIX_RANK": "3", "PMI_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3",
+        "HVDLITE_LAUNCHER_EVENTS": "t 0 /x", "HVDLITE_CROSS_RANK": "1", "HOROVOD_RANK": "3",
+    }  # fmt: skip
     passed = rank_environment(environ, OMPI5, options(variables={"HVDLITE_CYCLE_TIME": "2"}))
     assert passed == {
         "PATH": "/bin",
@@ -239,8 +229,7 @@ def test_a_chosen_mpi_is_loaded_from_where_its_program_is(tmp_path: Path) -> Non
 def test_mpich_is_found_beside_an_mpirun_of_another_mpi(tmp_path: Path) -> None:
     mpich = "HYDRA build details:\n    Version:         5.0.2"
     for name, text in (("mpirun", "mpirun (Open MPI) 5.0.11"), ("mpiexec.hydra", mpich)):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, f"echo '{text}'")
     environ = {"PATH": str(tmp_path), "MPI4PY_MPIABI": "mpich"}
     assert find_mpi(environ, hosts_given=False).name == "MPICH 5.0.2"
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.mpirun.mpi import HYDRA, find_all
-from tests.launcher.jobs import RANK, launch, start
+from hvdlite.launcher.mpirun.mpi import HYDRA
+from tests.launcher.jobs import executable, launch, start, wait_until_up
+from tests.launcher.mpirun import USED
+from tests.launcher.other_hosts import python
 from tests.launcher.test_other_hosts import may_not_mount
 
-USED = next(find_all(os.environ), None)
 pytestmark = [
     pytest.mark.usefixtures("with_mpirun"),
     pytest.mark.skipif(
@@ -21,10 +20,6 @@ pytestmark = [
         reason="MPICH is not the MPI here: make an environment with hvdlite[mpich]",
     ),
 ]
-
-
-def python(script: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", RANK + script)
 
 
 def test_every_rank_runs() -> None:
@@ -66,7 +61,6 @@ def test_the_first_rank_that_fails_ends_the_job(end: str, code: int) -> None:
 
 # Called instead of ssh: OPTIONS HOST COMMAND. There, the launcher's directory does not exist.
 SSH = """\
-#!/bin/sh
 while [ "$1" != other ]; do shift; done
 shift
 exec unshare -m sh -c "mount -t tmpfs none '$TMPDIR' && $*"
@@ -76,9 +70,7 @@ exec unshare -m sh -c "mount -t tmpfs none '$TMPDIR' && $*"
 @pytest.mark.skipif(may_not_mount(), reason="may not mount in a namespace of its own")
 def test_lines_of_ranks_on_another_host_are_whole(tmp_path: Path) -> None:
     """Each rank says its lines in parts, while others speak."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text(SSH)
-    ssh.chmod(0o755)
+    ssh = executable(tmp_path / "ssh", SSH)
     script = (
         "for line in range(30):\n"
         "    for part in range(3):\n"
@@ -105,9 +97,7 @@ def test_mpich_may_be_chosen_by_name(name: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_process(number: signal.Signals) -> None:
     with start("-np", "2", *python("print('up'); time.sleep(600)")) as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            assert process.stdout.readline().endswith("up\n")
+        wait_until_up(process, 2)
         process.send_signal(number)
         process.communicate(timeout=20)
     assert process.returncode == 128 + number

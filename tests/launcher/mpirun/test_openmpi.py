@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from hvdlite.common.base.networks import has_fabric
 from hvdlite.launcher.hosts.hosts import parse_hosts
 from hvdlite.launcher.jobs import environment
 from hvdlite.launcher.jobs.environment import rank_environment
-from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all, parameter_given
+from hvdlite.launcher.mpirun.mpi import HYDRA, SLURM, Mpi, parameter_given
 from tests.launcher.jobs import launch
+from tests.launcher.mpirun import with_openmpi
 from tests.launcher.mpirun.test_commands import MPICH, OMPI4, OMPI5, SRUN, options
 
 
@@ -105,11 +105,8 @@ def test_between_hosts_open_mpi_notices_a_lost_link_and_leaves_bridges_out(
     assert "OMPI_MCA_btl_tcp_if_exclude" not in rank_environment({}, OMPI5, named)
 
 
-USED = next(find_all(os.environ), None)
-
-
+@with_openmpi
 @pytest.mark.usefixtures("with_mpirun")
-@pytest.mark.skipif(USED is None or USED.kind != OPENMPI, reason="there is no Open MPI")
 @pytest.mark.skipif(has_fabric(), reason="libfabric drives a network here")
 def test_ranks_do_not_open_the_component_that_opens_libfabric() -> None:
     words = ("-np", "2", sys.executable, "-c", "import mpi4py.MPI")

@@ -16,7 +16,7 @@ from hvdlite.launcher.mpirun import rank_shell
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.mpirun.rank_shell import RankShell
 from tests.forks import TORCH
-from tests.launcher.jobs import launch
+from tests.launcher.jobs import executable, launch
 from tests.launcher.mpirun.test_commands import options
 
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -139,8 +139,7 @@ def test_the_limit_of_a_container_counts(
     expected: int,
 ) -> None:  # fmt: skip
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nproc").write_text("#!/bin/sh\necho 64\n")
-    (tmp_path / "bin" / "nproc").chmod(0o755)
+    executable(tmp_path / "bin" / "nproc", "echo 64")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     root = str(system(tmp_path / "root", group, **files))
     assert cores(root) == expected
@@ -171,9 +170,11 @@ def test_threads_that_the_user_has_set_stay() -> None:
 # -- in a job
 
 TOGETHER = """
-import torch, torch.distributed as dist
+import types, torch, torch.distributed as dist
 import hvdlite.torch as hvd
 hvd.init()
+if not hasattr(torch._dynamo, "trace_rules"):  # As in the process that ranks are forked from.
+    torch._dynamo.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
 dist.init_process_group("gloo")
 assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
 mine = torch.tensor([1.0 + hvd.rank()])

@@ -117,44 +117,23 @@ def test_a_file_of_resources(threads: int, last: tuple[int, int]) -> None:
 
 # What sbatch sets with --ntasks=3 --cpus-per-task=2 --gpus-per-task=1 --distribution=cyclic.
 JOB = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_JOB_CPUS_PER_NODE": "4,2",
-    "SLURM_SUBMIT_DIR": "/home/a",
-    "SLURM_ARRAY_TASK_ID": "3",
-    "SLURM_CONF": "/etc/slurm/slurm.conf",
-    "SLURM_CLUSTER_NAME": "c",
-    "PATH": "/usr/bin",
-}
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_CPUS_PER_NODE": "4,2", "SLURM_SUBMIT_DIR": "/home/a", "SLURM_ARRAY_TASK_ID": "3",
+    "SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTER_NAME": "c", "PATH": "/usr/bin",
+}  # fmt: skip
 SHAPE = {
-    "SLURM_NTASKS": "3",
-    "SLURM_NPROCS": "3",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_TASKS_PER_NODE": "2,1",
-    "SLURM_CPUS_PER_TASK": "2",
-    "SRUN_CPUS_PER_TASK": "2",
-    "SLURM_GPUS_PER_TASK": "1",
-    "SLURM_TRES_PER_TASK": "cpu:2",
-    "SLURM_DISTRIBUTION": "cyclic",
-    "SLURM_CPU_BIND": "cores",
-    "SLURM_MEM_PER_CPU": "1000",
-    "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_NTASKS": "3", "SLURM_NPROCS": "3", "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_TASKS_PER_NODE": "2,1", "SLURM_CPUS_PER_TASK": "2", "SRUN_CPUS_PER_TASK": "2",
+    "SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "cpu:2", "SLURM_DISTRIBUTION": "cyclic",
+    "SLURM_CPU_BIND": "cores", "SLURM_MEM_PER_CPU": "1000", "SLURM_EXPORT_ENV": "NONE",
     "SLURM_MPI_TYPE": "pmix",
-}
+}  # fmt: skip
 STEP = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEPID": "0",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_NTASKS": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_GTIDS": "1",
-    "SLURM_SRUN_COMM_HOST": "10.0.0.1",
+    "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1", "SLURM_GTIDS": "1", "SLURM_SRUN_COMM_HOST": "10.0.0.1",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-}
+}  # fmt: skip
 
 
 def test_one_agent_is_started_on_each_node() -> None:

@@ -17,7 +17,7 @@ from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.launcher_choice import JSRUN, MPIRUN, SRUN, SSH, choose_launcher
 from hvdlite.launcher.command_line.options import resolve
 from hvdlite.launcher.platforms.batch_systems import find_allocation
-from tests.launcher.jobs import MARK, launch, processes, start
+from tests.launcher.jobs import MARK, launch, processes, start, wait_until_up
 from tests.launcher.mpirun.test_commands import options
 
 # Starts the agent once for each line of the file of resources, and notes what it was given.
@@ -152,9 +152,7 @@ def test_a_signal_to_the_launcher_leaves_nothing(tmp_path: Path, number: int) ->
     with start(*words, PATH=path, **LSF) as process:
         environ = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         (mark,) = [text.decode() for text in environ if text.startswith(MARK.encode())]
-        assert process.stdout is not None
-        for _ in range(3):
-            assert "up" in process.stdout.readline()
+        wait_until_up(process, 3)
         process.send_signal(number)
         process.wait(timeout=20)
         deadline = time.monotonic() + (10 if number == signal.SIGKILL else 0)
