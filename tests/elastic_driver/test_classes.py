@@ -228,6 +228,12 @@ class Grower:
         client.notify_hosts_updated.side_effect = self.tell
         self.driver.get_worker_client = lambda info: client  # type: ignore[method-assign]
 
+    def start(self) -> None:
+        """Start two workers, and wait for their world."""
+        self.driver.start(2, self.work)
+        while not self.sizes:
+            time.sleep(0.01)
+
     def tell(self, timestamp: int, kind: int) -> None:
         self.told.append(kind)
 
@@ -246,9 +252,7 @@ class Grower:
 def test_growth_is_told_to_rank_0_and_leads_to_a_larger_world(make_driver: MakeDriver) -> None:
     hosts = FixedHosts({"host-1": 2})
     job = Grower(make_driver, hosts)
-    job.driver.start(2, job.work)
-    while not job.sizes:
-        time.sleep(0.01)
+    job.start()
     hosts.set({"host-1": 2, "host-2": 2})
     results = job.driver.get_results()
     assert results.error_message is None
@@ -271,9 +275,7 @@ def test_a_worker_that_cannot_be_told_of_hosts_does_not_end_the_discovery(
 
     client: Any = job.driver.get_worker_client(None)  # type: ignore[arg-type]
     client.notify_hosts_updated.side_effect = refuse_first
-    job.driver.start(2, job.work)
-    while not job.sizes:
-        time.sleep(0.01)
+    job.start()
     hosts.set({"host-1": 2, "host-2": 1})
     assert refused.wait(10)
     hosts.set({"host-1": 2, "host-2": 2})
@@ -286,9 +288,7 @@ def test_what_fails_while_hosts_are_watched_ends_the_job_with_a_word(
 ) -> None:
     hosts = FixedHosts({"host-1": 2})
     job = Grower(make_driver, hosts)
-    job.driver.start(2, job.work)
-    while not job.sizes:
-        time.sleep(0.01)
+    job.start()
     decisions: Any = job.driver._driver
     decisions.tick = MagicMock(side_effect=KeyError("a host"))
     message = job.driver.get_results().error_message
@@ -332,9 +332,7 @@ def test_a_host_that_is_shown_again_is_used_again(make_driver: MakeDriver) -> No
 def test_the_reset_limit_ends_the_job(make_driver: MakeDriver) -> None:
     hosts = FixedHosts({"host-1": 2})
     job = Grower(make_driver, hosts, reset_limit=0)
-    job.driver.start(2, job.work)
-    while not job.sizes:
-        time.sleep(0.01)
+    job.start()
     hosts.set({"host-1": 2, "host-2": 2})
     message = job.driver.get_results().error_message
     assert message is not None
