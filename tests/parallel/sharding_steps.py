@@ -29,7 +29,7 @@ from hvdlite.torch.sharding.dtensor import (
 from tests.parallel.sharding_edges import SHARE, WIDTH, expect, own
 from tests.torch.sharded_training import COUNTS, Counting
 
-STEPS = 3
+STEPS = 2
 Partial: Any = getattr(placement_types, "Partial", None) or placement_types._Partial
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
@@ -68,6 +68,15 @@ class Network(torch.nn.Module):
 
     def loss(self, batch: Any) -> Any:
         return self.part(batch).square().mean() + self.beside.sin().sum()
+
+    def copies(self) -> list[Any]:
+        """The parameters as they are: to set them is quicker than to plan a part again."""
+        return [each.detach().clone() for each in self.parameters()]
+
+    @torch.no_grad()
+    def set(self, values: list[Any]) -> None:
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.copy_(value)
 
     def values(self) -> list[Any]:
         return [
@@ -116,13 +125,11 @@ def check_equal(found: Any, wanted: Any, what: str) -> None:
 
 def check_optimizers() -> None:
     """Groups with rates of their own, a schedule, clipped gradients; state stays of DTensors."""
-    network = Network().sharded()  # To plan it takes longer than to train it.
-    begin = [each.detach().clone() for each in network.parameters()]
+    network = Network().sharded()
+    begin = network.copies()
     for name, make in OPTIMIZERS.items():
         alone = Network()
-        with torch.no_grad():
-            for parameter, value in zip(network.parameters(), begin, strict=True):
-                parameter.copy_(value)
+        network.set(begin)
         train(alone, make(groups_of(alone)), whole_batch())
         optimizer = sharding.local_step(make(groups_of(network)))
         train(network, optimizer, own(whole_batch()))
@@ -195,10 +202,12 @@ def _plain() -> torch.optim.Optimizer:
 
 def check_scaled_gradients() -> None:
     """An overflow on one rank is one on all, whether or not the step unscales by itself."""
+    network = Network().sharded()
+    begin = network.copies()
     for name in ("amsgrad", "adam, fused"):
         found = []
         for locally in (False, True):
-            network = Network().sharded()
+            network.set(begin)
             # torch asks along the axes that the first gradient is cut along.
             parameters = sorted(network.part.parameters(), key=lambda each: -each.ndim)
             optimizer = OPTIMIZERS[name](parameters)
