@@ -41,18 +41,30 @@ def succeed(done: subprocess.CompletedProcess[str]) -> list[Place]:
     return places(done.stdout)
 
 
+BOTH, ONE_EACH = [("nodeb", 2), ("nodec", 2)], [("nodeb", 1), ("nodec", 1)]
+# The login host, where salloc runs hvdlite-run, gets no rank.
+COMMANDS: dict[str, tuple[list[str], list[tuple[str, int]]]] = {
+    "srun, without mpi": (["srun", *FOUR], BOTH),
+    "srun with uneven tasks": (["srun", "-N2", "-n3"], [("nodeb", 2), ("nodec", 1)]),
+    "srun with one task": (["srun", "-n1"], [("nodeb", 1)]),
+    "salloc": (["salloc", *FOUR, *LAUNCHER], BOTH),
+    "salloc without a number of tasks": (["salloc", "-N2", *LAUNCHER], ONE_EACH),
+    # An interactive shell, or a script.
+    "a shell on a node may use all": (["salloc", *FOUR, "srun", "-N1", "-n1", *LAUNCHER], BOTH),
+    **{
+        f"{n} ranks of 4 tasks": (["salloc", *FOUR, *LAUNCHER, "-np", str(n)], hosts)
+        for n, hosts in enumerate([[("nodeb", 1)], [("nodeb", 2)], [("nodeb", 2), ("nodec", 1)]], 1)
+    },
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ranks_are_where_tasks_are(slurm: Cluster, name: str) -> None:
+    command, hosts = COMMANDS[name]
+    assert succeed(slurm.run(*command, *PROGRAM, "place")) == expected(*hosts)
+
+
 # -- srun starts the ranks
-
-
-def test_srun_starts_one_job_and_needs_no_mpi(slurm: Cluster) -> None:
-    assert succeed(slurm.run("srun", *FOUR, *PROGRAM, "place")) == expected(
-        ("nodeb", 2), ("nodec", 2)
-    )
-
-
-def test_srun_with_uneven_tasks(slurm: Cluster) -> None:
-    done = slurm.run("srun", "-N2", "-n3", *PROGRAM, "place")
-    assert succeed(done) == expected(("nodeb", 2), ("nodec", 1))
 
 
 def test_srun_that_deals_ranks_out_in_turn(slurm: Cluster) -> None:
@@ -60,10 +72,6 @@ def test_srun_that_deals_ranks_out_in_turn(slurm: Cluster) -> None:
     assert [(each.rank, each.local_rank, each.host, each.total) for each in succeed(done)] == [
         (0, 0, "nodeb", 10), (1, 0, "nodec", 10), (2, 1, "nodeb", 10), (3, 1, "nodec", 10),
     ]  # fmt: skip
-
-
-def test_srun_with_one_task_is_a_job_of_one_rank(slurm: Cluster) -> None:
-    assert succeed(slurm.run("srun", "-n1", *PROGRAM, "place")) == expected(("nodeb", 1))
 
 
 def test_steps_at_the_same_time_are_jobs_of_their_own(slurm: Cluster) -> None:
@@ -117,26 +125,6 @@ def test_a_batch_script_with_hvdlite_run(slurm: Cluster) -> None:
     assert places(written) == expected(("nodeb", 2), ("nodec", 2))
 
 
-def test_salloc_with_hvdlite_run(slurm: Cluster) -> None:
-    """The launcher runs on the login host, which gets no rank."""
-    done = slurm.run("salloc", *FOUR, *LAUNCHER, *PROGRAM, "place")
-    assert succeed(done) == expected(("nodeb", 2), ("nodec", 2))
-
-
-def test_an_allocation_without_a_number_of_tasks(slurm: Cluster) -> None:
-    done = slurm.run("salloc", "-N2", *LAUNCHER, *PROGRAM, "place")
-    assert succeed(done) == expected(("nodeb", 1), ("nodec", 1))
-
-
-@pytest.mark.parametrize(
-    ("number", "hosts"),
-    [(1, [("nodeb", 1)]), (2, [("nodeb", 2)]), (3, [("nodeb", 2), ("nodec", 1)])],
-)
-def test_fewer_ranks_than_tasks(slurm: Cluster, number: int, hosts: list[tuple[str, int]]) -> None:
-    done = slurm.run("salloc", *FOUR, *LAUNCHER, "-np", str(number), *PROGRAM, "place")
-    assert succeed(done) == expected(*hosts)
-
-
 def test_more_ranks_than_tasks_are_refused(slurm: Cluster) -> None:
     done = slurm.run("salloc", *FOUR, *LAUNCHER, "-np", "5", *PROGRAM, "place")
     assert done.returncode == 2
@@ -147,13 +135,6 @@ def test_two_launchers_at_the_same_time(slurm: Cluster) -> None:
     launch = " ".join([*LAUNCHER, "-np", "2", *PROGRAM, "place"])
     done = slurm.run("salloc", *FOUR, "sh", "-c", f"{launch} & {launch} & wait")
     assert succeed(done) == sorted(expected(("nodeb", 2)) * 2)
-
-
-def test_a_shell_on_a_node_may_use_all_nodes(slurm: Cluster) -> None:
-    """srun has started one task: an interactive shell, or a script."""
-    launch = [*LAUNCHER, *PROGRAM, "place"]
-    done = slurm.run("salloc", *FOUR, "srun", "-N1", "-n1", *launch)
-    assert succeed(done) == expected(("nodeb", 2), ("nodec", 2))
 
 
 @pytest.mark.parametrize("launcher", ["auto", "mpirun"])
@@ -208,15 +189,13 @@ def test_a_function_on_several_nodes(slurm: Cluster, launcher: str) -> None:
 def test_a_failure_on_the_second_node(slurm: Cluster, how: str, code: int, sentence: str) -> None:
     done = slurm.run("salloc", *FOUR, *LAUNCHER, *PROGRAM, how)
     assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
-
-
-def test_a_traceback_comes_in_whole_lines(slurm: Cluster) -> None:
-    done = slurm.run("salloc", *FOUR, *LAUNCHER, *PROGRAM, "raise")
-    own = [line for line in done.stderr.splitlines() if re.match(rf"\[{VICTIM}\]<stderr>:", line)]
-    text = [line.partition(":")[2] for line in own]
-    assert text[0] == "Traceback (most recent call last):", done.stderr
-    assert text[-1] == "ValueError: the batch is empty"
-    assert '    raise ValueError("the batch is empty")' in text
+    if how == "raise":  # In whole lines.
+        rank = rf"\[{VICTIM}\]<stderr>:"
+        own = [line for line in done.stderr.splitlines() if re.match(rank, line)]
+        text = [line.partition(":")[2] for line in own]
+        assert text[0] == "Traceback (most recent call last):", done.stderr
+        assert text[-1] == "ValueError: the batch is empty"
+        assert '    raise ValueError("the batch is empty")' in text
 
 
 @pytest.mark.parametrize("starter", ["launcher", "srun"])
