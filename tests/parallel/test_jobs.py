@@ -68,27 +68,18 @@ def test_every_data_plane_of_three_ranks() -> None:
     check(3, "planes")
 
 
-def check_two_hosts(folder: Path, plane: str) -> None:
-    with two_hosts(folder, (2, 2)) as hosts:
-        command = ranks(4, *program("collectives"), hosts=hosts, preload=NUMPY)
-        variables = {"HVDLITE_ALLREDUCE": plane, "HVDLITE_DATA_PLANE": plane, "HOSTS": "2"}
-        done = run_command(command, **variables)
-    assert done.stdout.count("rank done") == 4 and done.returncode == 0, done.stdout
-
-
 @pytest.mark.parametrize(
     ("plane", "transport"),
-    [("auto", TCP), ("ring", TCP), ("auto", MPI)],  # test_backends.py has the ring over MPI.
+    [("auto", TCP), ("ring", TCP), ("auto", MPI), ("mpi", MPI)],  # test_backends.py has more.
     indirect=["transport"],
 )
 @both
 def test_two_hosts(plane: str, tmp_path: Path) -> None:
-    check_two_hosts(tmp_path, plane)
-
-
-@pytest.mark.usefixtures("over_mpi")
-def test_two_hosts_with_the_data_plane_of_mpi(tmp_path: Path) -> None:
-    check_two_hosts(tmp_path, "mpi")
+    with two_hosts(tmp_path, (2, 2)) as hosts:
+        command = ranks(4, *program("collectives"), hosts=hosts, preload=NUMPY)
+        variables = {"HVDLITE_ALLREDUCE": plane, "HVDLITE_DATA_PLANE": plane, "HOSTS": "2"}
+        done = run_command(command, **variables)
+    assert done.stdout.count("rank done") == 4 and done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
