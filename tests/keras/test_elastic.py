@@ -154,6 +154,14 @@ class Failing(keras.callbacks.Callback):  # type: ignore[misc]
             raise HorovodInternalError("a rank is lost")
 
 
+@pytest.fixture
+def initialized() -> Iterator[None]:
+    """A job of this process alone."""
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
 def all_callbacks(state: Any, order: Sequence[int], every: int = 1) -> list[Any]:
     elastic = hvd.elastic
     made = [
@@ -164,38 +172,29 @@ def all_callbacks(state: Any, order: Sequence[int], every: int = 1) -> list[Any]
     return [made[index] for index in order]
 
 
+@pytest.mark.usefixtures("initialized")
 @pytest.mark.parametrize(("order", "with_initial_epoch"), [((0, 1, 2), False), ((1, 2, 0), True)])
 def test_an_epoch_goes_on_where_it_was_committed(
     order: Sequence[int], with_initial_epoch: bool
 ) -> None:
     """Every batch of every epoch counts once; the last one is committed with the epoch's end."""
+    state = begun()
     seen: list[Seen] = []
+    failures = iter([(1, 3), (1, 7), (2, BATCHES - 1), None])
 
-    def main(rank: int) -> int:
-        state = begun()
-        model = state.model
-        failures = iter([(1, 3), (1, 7), (2, BATCHES - 1), None])
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        failing = Failing(state, next(failures))
+        seen.append(failing.seen)
+        epochs = {"epochs": 4 - state.epoch}
+        if with_initial_epoch:
+            epochs = {"epochs": 4, "initial_epoch": state.epoch}
+        callbacks = [*all_callbacks(state, order), failing]
+        state.model.fit(**batches(X, Y, 4), verbose=0, callbacks=callbacks, **epochs)
+        assert (state.epoch, state.batch) == (4, 0)
 
-        @hvd.elastic.run
-        def train(state: Any) -> None:
-            failing = Failing(state, next(failures))
-            seen.append(failing.seen)
-            epochs = {"epochs": 4 - state.epoch}
-            if with_initial_epoch:
-                epochs = {"epochs": 4, "initial_epoch": state.epoch}
-            callbacks = [*all_callbacks(state, order), failing]
-            model.fit(**batches(X, Y, 4), verbose=0, callbacks=callbacks, **epochs)
-            assert (state.epoch, state.batch) == (4, 0)
-
-        hvd.init()
-        try:
-            train(state)
-        finally:
-            hvd.shutdown()
-        return int(model.optimizer.iterations.numpy())
-
-    hvd.init()
-    assert main(0) == 4 * BATCHES
+    train(state)
+    assert int(state.model.optimizer.iterations.numpy()) == 4 * BATCHES
     first, second, third, last = seen
     assert first == [(0, b) for b in range(BATCHES)] + [(1, b) for b in range(4)]
     assert second == [(1, b) for b in range(4, 8)]
@@ -317,25 +316,16 @@ def test_all_callbacks_see_the_end_of_each_epoch_once(
     run_ranks(1, main)
 
 
+@pytest.mark.usefixtures("initialized")
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_a_rank_lost_at_the_end_of_an_epoch_leaves_no_end_out(order: Sequence[int]) -> None:
     """Its last batch is made again, and what callbacks had changed is undone before."""
-
-    def main(rank: int) -> tuple[Seen, float]:
-        state = begun()
-        model, rate = state.model, rate_of(state.model)
-        ends = Ends(state, [], fails_at=2)
-        hvd.init()
-        try:
-            train_three_epochs(state, lambda: [*all_callbacks(state, order), ends], False)
-        finally:
-            hvd.shutdown()
-        return ends.seen, rate_of(model) / rate
-
-    hvd.init()
-    seen, ratio = main(0)
-    assert seen == [(epoch, epoch * BATCHES) for epoch in (1, 2, 2, 3)]
-    assert ratio == 0.5**3
+    state = begun()
+    rate = rate_of(state.model)
+    ends = Ends(state, [], fails_at=2)
+    train_three_epochs(state, lambda: [*all_callbacks(state, order), ends], False)
+    assert ends.seen == [(epoch, epoch * BATCHES) for epoch in (1, 2, 2, 3)]
+    assert rate_of(state.model) == rate * 0.5**3
 
 
 def test_a_script_that_counts_epochs_itself_commits_the_last_batch_with_the_end() -> None:
@@ -356,36 +346,28 @@ def generated() -> Iterator[tuple[Any, Any]]:
         yield X[place : place + 4], Y[place : place + 4]
 
 
+@pytest.mark.usefixtures("initialized")
 def test_an_epoch_of_unknown_length_is_repeated_with_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tf = pytest.importorskip("tensorflow")
     monkeypatch.setattr(hvd.elastic.UpdateBatchStateCallback, "_has_warned", False)
+    state = begun()
     seen: list[Seen] = []
+    signature = (tf.TensorSpec((4, 3)), tf.TensorSpec((4, 2)))
+    data = tf.data.Dataset.from_generator(generated, output_signature=signature)
+    failures = iter([(0, 3), (0, 5), None])
 
-    def main(rank: int) -> None:
-        state = begun()
-        model = state.model
-        signature = (tf.TensorSpec((4, 3)), tf.TensorSpec((4, 2)))
-        data = tf.data.Dataset.from_generator(generated, output_signature=signature)
-        failures = iter([(0, 3), (0, 5), None])
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        failing = Failing(state, next(failures))
+        callbacks = [*all_callbacks(state, (0, 1, 2)), failing]
+        seen.append(failing.seen)
+        epochs = 2 - state.epoch
+        state.model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
 
-        @hvd.elastic.run
-        def train(state: Any) -> None:
-            failing = Failing(state, next(failures))
-            callbacks = [*all_callbacks(state, (0, 1, 2)), failing]
-            seen.append(failing.seen)
-            model.fit(data, epochs=2 - state.epoch, verbose=0, shuffle=False, callbacks=callbacks)
-
-        hvd.init()
-        try:
-            train(state)
-        finally:
-            hvd.shutdown()
-        assert (state.epoch, state.batch) == (2, 0)
-
-    hvd.init()
-    main(0)
+    train(state)
+    assert (state.epoch, state.batch) == (2, 0)
     first, second, third = seen
     assert [len(first), len(second)] == [4, 6]
     assert third == [(epoch, b) for epoch in range(2) for b in range(BATCHES)]
