@@ -75,7 +75,7 @@ OF_KERAS_3 = {"loss scale", "accumulation", "passes"}
 ONLY_BY_FIT = {"average", "loss scale", "loss scaler, clipped"}
 
 
-def kinds(names: Iterable[str]) -> Any:
+def kinds(names: Iterable[str]) -> pytest.MarkDecorator:
     marks = {name: [keras3_only] if name in OF_KERAS_3 else [] for name in names}
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=marks[name]) for name in marks]

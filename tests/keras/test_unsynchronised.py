@@ -75,8 +75,8 @@ def inside_a_scaler() -> Any:
     return keras.optimizers.LossScaleOptimizer(plain())
 
 
-BOTH = (plain, legacy)[: 2 if LEGACY else 1]
-KERAS_2, KERAS_3 = (BOTH, ()) if LEGACY else ((), BOTH)
+BOTH: Sequence[Callable[[], Any]] = [plain, legacy] if LEGACY else [plain]
+KERAS_2, KERAS_3 = (BOTH if LEGACY else [], [] if LEGACY else BOTH)
 # What makes the optimizers, and what is called.
 REDUCED: dict[str, tuple[Sequence[Callable[[], Any]], Path]] = {
     "apply_gradients": (BOTH, lambda own, *pair: own.apply_gradients([pair])),
