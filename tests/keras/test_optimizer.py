@@ -362,7 +362,7 @@ def test_passes_over_some_of_the_variables() -> None:
     assert run_ranks(2, train) == [[-18, -17]] * 2
 
 
-@pytest.mark.parametrize(("eager", "make"), [(False, sgd), (True, adam)])
+@pytest.mark.parametrize(("eager", "make"), [(False, adam), (True, sgd)])
 def test_backward_passes_per_step_of_fit(eager: bool, make: Make) -> None:
     """Two passes of half a batch, averaged, are one pass of a batch."""
 
