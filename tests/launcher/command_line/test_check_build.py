@@ -84,7 +84,7 @@ def test_compiled_code_is_compiled_and_tried(tmp_path: Path) -> None:
     recipes = [native_library.recipe()]
     has_tensorflow = find_spec("tensorflow") is not None
     if has_tensorflow:
-        recipes.append(import_module("hvdlite.tf.native.library").recipe())
+        recipes.append(import_module("hvdlite.tf.native.loader").recipe())
         text = "TensorFlow operations: compiled on this machine, for TensorFlow "
         words[text + import_module("tensorflow").__version__] = True
     compiler, cache = quick_compiler(tmp_path, *recipes), tmp_path / "cache"
