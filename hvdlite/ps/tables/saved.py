@@ -180,26 +180,25 @@ def join(
                     if (known := _name(number, word)) not in state:
                         state[known] = np.zeros(blocks[number].size, array.dtype)
                     state[known][there] = array
-        for own, words in enumerate(names):
-            _take_rest(source, own, words, blocks, state)
-    for block, count in zip(blocks, filled, strict=True):
-        if count != block.size:
-            raise ValueError(f"{count} of {block.size} elements of a block have come")
+    rests = _rests(sources)
+    for number, block in enumerate(blocks):
+        if filled[number] != block.size:
+            raise ValueError(f"{filled[number]} of {block.size} elements of a block have come")
+        for word, array in rests.get((block.dtype, block.group), {}).items():
+            state.setdefault(_name(number, word), array.copy())  # Each changes its own.
     return values, state
 
 
-def _take_rest(
-    source: SavedTable, own: int, words: Mapping[str, str], blocks: Sequence[Block],
-    state: dict[str, Array],
-) -> None:  # fmt: skip
-    """Let blocks have what another of their kind has for all elements; each changes its own."""
-    rest = {name: word for name, word in words.items() if source.state[name] == REST}
-    there = source.blocks[own]
-    for number, block in enumerate(blocks if rest else ()):
-        if (there.dtype, there.group) == (block.dtype, block.group):
-            for name, word in rest.items():
-                if (known := _name(number, word)) not in state:
-                    state[known] = source.saved.state[name].copy()
+def _rests(sources: Sequence[SavedTable]) -> dict[tuple[str, int], dict[str, Array]]:
+    """Return what the first block of each kind has for all of its elements, by dtype and group."""
+    found: dict[tuple[str, int], dict[str, Array]] = {}
+    for source in sources:
+        for block, words in zip(source.blocks, _names_by_block(source), strict=True):
+            for name, word in words.items():
+                if source.state[name] == REST:
+                    of_kind = found.setdefault((block.dtype, block.group), {})
+                    of_kind.setdefault(word, source.saved.state[name])
+    return found
 
 
 def _name(block: int, own: str) -> str:
