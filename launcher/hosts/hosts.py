@@ -9,8 +9,11 @@ from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 
-HOST = re.compile(r"([\w.-]+)(?::(\d+))?")
-HOSTFILE_LINE = re.compile(r"([\w.-]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?")
+HOST = re.compile(r"([\w.-]+)(?::(\d+))?", re.ASCII)
+HOSTFILE_LINE = re.compile(r"([\w.-]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?", re.ASCII)
+# How an address of IPv6 begins.
+IPV6 = re.compile(r"\[[\da-f]*:|[\da-f:]*::|([\da-f]{1,4}:){7}", re.ASCII | re.IGNORECASE)
+MOST_SLOTS = (1 << 16) - 1  # each rank listens on a port of its host
 HOSTFILE_FORM = "name slots=number, name:number or name"
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 
@@ -36,7 +39,7 @@ def parse_hosts(text: str, source: str = "--hosts") -> tuple[Host, ...]:
     """Read ``name:slots,name:slots``; a host without a number has one slot."""
     return _without_duplicates(
         [
-            _host(HOST.fullmatch(part.strip()), f"{source}: {part!r}", "name:slots")
+            _host(HOST, part.strip(), f"{source}: {part!r}", "name:slots")
             for part in text.split(",")
         ],
         source,
@@ -49,7 +52,8 @@ def read_hostfile(path: str, source: str = "--hostfile") -> tuple[Host, ...]:
     A host without a number has one slot. `source` is the flag or variable that names the file.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Editors of Windows write a mark of the encoding at the beginning.
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot read {path}: {error}") from None
     hosts = []
@@ -57,21 +61,41 @@ def read_hostfile(path: str, source: str = "--hostfile") -> tuple[Host, ...]:
         text = line.partition("#")[0].strip()
         if text:
             where = f"{path}, line {number}: {text!r}"
-            hosts.append(_host(HOSTFILE_LINE.fullmatch(text), where, HOSTFILE_FORM))
+            hosts.append(_host(HOSTFILE_LINE, text, where, HOSTFILE_FORM))
     if not hosts:
         raise ConfigError(f"{source}: {path} names no host")
     return _without_duplicates(hosts, path)
 
 
-def _host(match: re.Match[str] | None, where: str, form: str) -> Host:
+def _host(pattern: re.Pattern[str], text: str, where: str, form: str) -> Host:
+    name, number = _parts(pattern, text, where, form)
+    slots = _slots(number or "1", where)
+    if slots < 1:
+        raise ConfigError(f"{where}: a host must have at least one slot")
+    return Host(name, slots)
+
+
+def _parts(pattern: re.Pattern[str], text: str, where: str, form: str) -> tuple[str, str]:
+    """Return the name in `text`, and its number, which may be empty."""
+    match = pattern.fullmatch(text)
+    if match is None and IPV6.match(text):
+        raise ConfigError(
+            f"{where}: a host must be given by a name or an IPv4 address, as {form}: "
+            "give a host that has an IPv6 address only a name (/etc/hosts or DNS)"
+        )
     if match is None:
         raise ConfigError(f"{where}: a host must be given as {form}")
     name, *numbers = match.groups()  # a hostfile has two ways to write the number
     check_name(name, where)
-    slots = int(next(filter(None, numbers), 1))
-    if slots < 1:
-        raise ConfigError(f"{where}: a host must have at least one slot")
-    return Host(name, slots)
+    return name, next(filter(None, numbers), "")
+
+
+def _slots(digits: str, where: str) -> int:
+    # int() refuses thousands of digits.
+    slots = int(digits) if len(digits) < 20 else MOST_SLOTS + 1
+    if slots > MOST_SLOTS:
+        raise ConfigError(f"{where}: a host must have at most {MOST_SLOTS} slots")
+    return slots
 
 
 def _without_duplicates(hosts: list[Host], source: str) -> tuple[Host, ...]:
@@ -111,9 +135,6 @@ def host_of_rank(hosts: tuple[Host, ...], num_proc: int, rank: int) -> Host | No
     return None
 
 
-DISCOVERED = re.compile(r"([\w.-]+)(?::(\d+))?", re.ASCII)
-
-
 def parse_discovery(text: str, default_slots: int) -> dict[str, int]:
     """Return the slots by host, in the order of the lines of ``host`` or ``host:slots``.
 
@@ -124,11 +145,8 @@ def parse_discovery(text: str, default_slots: int) -> dict[str, int]:
         if not line:
             continue
         where = f"discovery script, line {number}: {line[:200]!r}"
-        match = DISCOVERED.fullmatch(line)
-        if match is None:
-            raise ConfigError(f"{where}: a host must be given as name or name:slots")
-        check_name(match[1], where)
-        name, slots = match[1], int(match[2]) if match[2] else default_slots
+        name, said = _parts(HOST, line, where, "name or name:slots")
+        slots = _slots(said or str(default_slots), where)
         if name in hosts:
             raise ConfigError(f"{where}: host {name} is given twice: add its slots up")
         if slots:  # A host with no slot is one that is not there.
