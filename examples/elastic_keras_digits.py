@@ -109,6 +109,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error("--epochs must be at least 1")
 
     hvd.init()
     print(f"rank {hvd.rank()} is process {os.getpid()}", flush=True)

@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64, help="of a step, on all ranks")
     args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error("--epochs must be at least 1")
     hvd.init()  # hvdlite: who am I, and who else is there?
 
     digits = load_digits()

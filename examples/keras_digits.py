@@ -103,6 +103,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--checkpoint", type=Path, help="the best model, a .keras file")
     args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error("--epochs must be at least 1")
 
     hvd.init()  # hvdlite: who am I, and who else is there?
     keras.utils.set_random_seed(args.seed + hvd.rank())  # another dropout on each rank

@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error("--epochs must be at least 1")
 
     hvd.init()  # hvdlite: who am I, and who else is there?
     torch.set_num_threads(1)  # so small a network gains nothing from more

@@ -103,6 +103,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--sample", type=int, default=200, help="characters to write in the end")
     args = parser.parse_args()
+    if args.print_every < 1:
+        parser.error("--print-every must be at least 1")
 
     hvd.init_process_group()
     model = make_model(args)

@@ -82,6 +82,32 @@ def test_digits_are_read(script: str, framework: Framework, ranks: int, tmp_path
 
 
 @pytest.mark.parametrize(
+    "script, framework, flag",
+    [
+        ("torch_digits.py", TORCH, "--epochs"),
+        ("elastic_torch_digits.py", TORCH, "--epochs"),
+        ("torch_fsdp_gpt.py", TORCH, "--print-every"),
+        ("tf_digits.py", TENSORFLOW, "--epochs"),
+        ("elastic_tf_digits.py", TENSORFLOW, "--epochs"),
+        ("keras_digits.py", TENSORFLOW, "--epochs"),
+        ("elastic_keras_digits.py", TENSORFLOW, "--epochs"),
+        ("jax_digits.py", JAX, "--epochs"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    script: str, framework: Framework, flag: str
+) -> None:
+    module, variables = framework
+    needs("sklearn", module)
+    if "keras" in script:
+        needs("keras")
+    command = [sys.executable, str(ROOT / "examples" / script), flag, "0"]
+    done = run_command(command, **variables)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.endswith(f"error: {flag} must be at least 1\n")
+
+
+@pytest.mark.parametrize(
     ("mode", "workers"),
     [("sync", "mpi"), pytest.param("async", "independent", marks=RARELY)],
 )
