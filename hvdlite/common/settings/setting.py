@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,8 @@ def number(
             value = kind(text)
         except ValueError:
             raise ValueError(f"must be {what} ({unit})") from None
-        if not minimum <= value <= maximum or math.isinf(value):
+        # Beyond all floats: inf, and integers that math cannot take.
+        if not minimum <= value <= min(maximum, sys.float_info.max):
             most = "" if math.isinf(maximum) else f" and at most {maximum:g}"
             raise ValueError(f"must be {what} of at least {minimum:g}{most} ({unit})")
         return value
