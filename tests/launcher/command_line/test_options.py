@@ -297,14 +297,68 @@ def test_the_config_file_has_horovods_keys_and_flags_win(tmp_path: Path) -> None
         ("timeline: {filename: true}", "timeline.filename"),
         ("stall_check: {enabled: 3}", "stall_check.enabled=3"),
         ("a: [", "is not YAML"),
+        ("params: {cycle_time_ms: 2}\ntimeline:\nparams: {cache_capacity: 2}",
+         "params is there twice, in line 1 and in line 3: leave one out"),
+        ("params:\n  cycle_time_ms: 1\n  'cycle_time_ms': 2",
+         "cycle_time_ms is there twice, in line 2 and in line 3"),
+        ("params: {cycle_time_ms: 1}\nparams.cycle_time_ms: 2",
+         "params.cycle_time_ms=2: this key is there twice"),
+        ("\ntimeline: {filename: 2026-13-01}",
+         "line 2: '2026-13-01' cannot be read as the timestamp that YAML takes it for"),
+        ("params: {cycle_time_ms: !!int 'abc'}", "'abc' cannot be read as the int"),
+        ("params: {cycle_time_ms: !!timestamp abc}", "'abc' cannot be read as the timestamp"),
+        ("params: {cycle_time_ms: !!bool abc}", "'abc' cannot be read as the bool"),
+        ("params: {cycle_time_ms: !!float ''}", "'' cannot be read as the float"),
+        (f"params: {{cache_capacity: {'9' * 5000}}}", f"'{'9' * 40}' cannot be read as the int"),
+        (f"params: {{cache_capacity: 0x{'9' * 5000}}}", "cannot be read as the int"),
+        (f"params: {{cache_capacity: {'9' * 400}}}", "must be a whole number of at least 0"),
+        ("params: &p {x: *p}", "line 1: this part contains itself"),
+        ("params: " + "[" * 3000 + "]" * 3000, "is nested too deeply"),
+        ("params", "the whole file is 'params': it must be sections of keys"),
+        ("- params", "the whole file is ['params']: it must be sections of keys"),
+        ("false", "the whole file is False: "),
+        ("0", "the whole file is 0: "),
+        ("[]", "the whole file is []: "),
+        ('""', "the whole file is '': "),
+        ("timeline: {filename: 1.10}",
+         "timeline.filename=1.1: must be a text, and YAML reads it as float: put it in quotes"),
+        ("timeline: {filename: 007}", "timeline.filename=7: must be a text"),
+        ("timeline: {filename: 2026-12-01}", "filename=2026-12-01: must be a text"),
+        ("timeline: {filename: [a, b]}", "['a', 'b']: must be one value, and is a list"),
+        ("timeline: {filename: {a: b}}", "{'a': 'b'}: must be one value, and is a section of keys"),
+        ("timeline: {filename: {}}", "timeline.filename={}: must be one value"),
+        ("params: {cycle_time_ms: [1]}", "params.cycle_time_ms=[1]: must be one value"),
+        ("trace: {iterations: 7}", "trace.iterations='7': must be a file name that ends with"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_config_file_names_the_key(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     message = error("--config-file", str(path))
     assert named in message
     assert str(path) in message
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", None),
+        ("# nothing", None),
+        ("null", None),
+        ("{}", None),
+        ("params:", None),
+        ("params: {cycle_time_ms: '2'}", "2"),
+        ("params: &all\n  <<: {cycle_time_ms: 3}\n  cycle_time_ms: 2", "2"),
+        ("\ufeffparams: {cycle_time_ms: 2}", "2"),
+    ],
+)
+def test_a_config_file_may_be_empty_and_repeat_parts(
+    tmp_path: Path, text: str, value: str | None
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    given = options("-np", "1", "--config-file", str(path)).variables
+    assert given.get("HVDLITE_CYCLE_TIME") == value
 
 
 def test_off_in_the_config_file_is_a_word_where_it_is_a_value(tmp_path: Path) -> None:
