@@ -186,11 +186,13 @@ def group() -> Iterator[Any]:
     ray.util.remove_placement_group(made)
 
 
-def workers_inside(count: int, use_current: bool) -> tuple[list[str], list[str]]:
+def workers_inside(
+    count: int, use_current: bool, options: dict[str, Any]
+) -> tuple[list[str], list[str]]:
     # Outside of the group there is no room, for which a test waits; inside, workers take a while.
     limit = 40 if use_current else 1
     settings = RayExecutor.create_settings(placement_group_timeout_s=limit)
-    executor = RayExecutor(settings, count, use_current_placement_group=use_current)
+    executor = RayExecutor(settings, count, use_current_placement_group=use_current, **options)
     executor.start()
     groups = executor.run(group_of_this_process)
     executor.shutdown()
@@ -202,7 +204,7 @@ def group_of_this_process() -> str:
     return str(ray.get_runtime_context().get_placement_group_id())
 
 
-def start_inside(group: Any, count: int, use_current: bool = True) -> Any:
+def start_inside(group: Any, count: int, use_current: bool = True, **options: Any) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     task = ray.remote(workers_inside).options(
@@ -211,11 +213,16 @@ def start_inside(group: Any, count: int, use_current: bool = True) -> Any:
             group, placement_group_capture_child_tasks=True
         ),
     )
-    return ray.get(task.remote(count, use_current), timeout=60)
+    return ray.get(task.remote(count, use_current, options), timeout=60)
 
 
 def test_the_current_placement_group_is_used(group: Any) -> None:
     groups, current = start_inside(group, 2)
+    assert groups == current
+
+
+def test_workers_that_take_nothing_have_room_in_any_placement_group(group: Any) -> None:
+    groups, current = start_inside(group, 3, cpus_per_worker=0)
     assert groups == current
 
 
