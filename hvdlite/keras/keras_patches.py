@@ -14,7 +14,7 @@ distributed they do what they did before.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from inspect import signature
 from threading import Lock
@@ -144,9 +144,11 @@ def _fitting(method: Method) -> Method:
 
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         _meet_server_optimizer(self)  # Before `fit` builds the optimizer, which calls the servers.
-        is_elastic = _is_elastic(kwargs.get("callbacks"))
-        if kwargs.get("epochs") == 0 and is_elastic:
-            kwargs |= {"epochs": 1, "initial_epoch": 1}  # None either, and Keras 2 takes it.
+        given: Any = kwargs.get("callbacks")
+        if _is_elastic(given):
+            _refuse_backups(given)
+            if kwargs.get("epochs") == 0:
+                kwargs |= {"epochs": 1, "initial_epoch": 1}  # None either, and Keras 2 takes it.
         parts = [*parts_of(getattr(self, "optimizer", None))]
         added: list[Any] = [part.rollback_teller() for part in parts if hasattr(part, ON_SERVERS)]
         traces: list[Following] = []
@@ -172,21 +174,22 @@ def _fitting(method: Method) -> Method:
 
 
 def _is_elastic(callbacks: Any) -> bool:
-    """Return whether callbacks are those of elastic training. Raises ValueError for a backup."""
     from hvdlite.keras.callbacks.elastic import StateCallback
 
-    if not isinstance(callbacks, (list, tuple)):
-        return False
-    is_elastic = any(isinstance(callback, StateCallback) for callback in callbacks)
-    names = {each.__name__ for callback in callbacks for each in type(callback).__mro__}
-    if is_elastic and "BackupAndRestore" in names:
+    return isinstance(callbacks, (list, tuple)) and any(
+        isinstance(callback, StateCallback) for callback in callbacks
+    )
+
+
+def _refuse_backups(callbacks: Iterable[Any]) -> None:
+    """Raise ValueError for a `BackupAndRestore`, of Keras 2 or 3."""
+    if "BackupAndRestore" in {base.__name__ for each in callbacks for base in type(each).__mro__}:
         raise ValueError(
             "BackupAndRestore beside callbacks of an elastic state: after a reset it would replace "
             "what all ranks have committed by its last backup, on its rank alone. Leave it out, as "
             "commits resume within the job; a job that begins anew loads a checkpoint before its "
             "state is made"
         )
-    return is_elastic
 
 
 def _is_stale(model: Any, exchange: Exchange) -> bool:
