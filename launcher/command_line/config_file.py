@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.settings.config import closest, settings
-from hvdlite.common.settings.setting import Setting, boolean, name_or_off
+from hvdlite.common.settings.setting import Setting, boolean
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
 IGNORED_KEYS = {
@@ -19,7 +19,8 @@ IGNORED_KEYS = {
     "library_options.gloo_timeout_seconds": "use stall_check.shutdown_time_seconds",
     "logging.hide_timestamp": "use logging.with_timestamp",
 }
-MERGE = "tag:yaml.org,2002:merge"  # of the key <<
+MERGE = "<<"  # The key of a section whose keys are added.
+NOTHING = ("", "~", "null", "Null", "NULL")
 
 
 def read_config_file(path: str, notes: list[str]) -> dict[str, str]:
@@ -49,16 +50,13 @@ def read_config_file(path: str, notes: list[str]) -> dict[str, str]:
     return values
 
 
-def _load(path: str) -> dict[Any, Any]:
+def _load(path: str) -> dict[str, Any]:
     import yaml  # only this flag needs it
 
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        if root is None:
-            return {}
-        _check(root, loader, path, set(), set())
-        tree = loader.construct_document(root)
+        # The base loader guesses no types.
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        tree = None if root is None else _tree(root, f"--config-file: {path}", frozenset())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config-file: cannot read {path}: {error}") from None
     except yaml.YAMLError as error:
@@ -78,52 +76,38 @@ def _load(path: str) -> dict[Any, Any]:
     return tree
 
 
-def _check(node: Any, loader: Any, path: str, around: set[int], seen: set[int]) -> None:
-    """Raise `ConfigError` with the line of what yaml fails at, or takes without a word.
+def _tree(node: Any, source: str, around: frozenset[int]) -> Any:
+    """Return sections, lists and texts as they are written, where YAML would make 1.1 of 1.10.
 
-    `around` has the nodes that `node` is in, and `seen` those that are checked: an alias (``*a``)
-    can bring one again.
+    What is empty is None. `around` has the nodes that `node` is in, as an alias (``*a``) may bring
+    one of them again.
     """
-    where = f"--config-file: {path}, line {node.start_mark.line + 1}"
     if id(node) in around:
-        raise ConfigError(f"{where}: this part contains itself: write its keys in place of a *name")
-    if id(node) in seen:
-        return
-    seen.add(id(node))
+        line = node.start_mark.line + 1
+        raise ConfigError(
+            f"{source}, line {line}: this part contains itself: write its keys in place of a *name"
+        )
     if node.id == "scalar":
-        if node.tag == MERGE:
-            return
-        try:
-            str(loader.construct_object(node))  # yaml and str() fail at numbers of many digits
-        except (ArithmeticError, AttributeError, LookupError, ValueError):
-            kind = node.tag.rpartition(":")[2]
-            raise ConfigError(
-                f"{where}: {node.value[:40]!r} cannot be read as the {kind} that YAML takes it "
-                "for: correct it, or put it in quotes where it is a text"
-            ) from None
-        return
-    parts = node.value
-    if node.id == "mapping":
-        _check_keys([key for key, _ in node.value], path)
-        parts = [part for pair in node.value for part in pair]
-    around.add(id(node))
-    for part in parts:
-        _check(part, loader, path, around, seen)
-    around.remove(id(node))
-
-
-def _check_keys(keys: list[Any], path: str) -> None:
+        return None if node.style is None and node.value in NOTHING else node.value
+    around |= {id(node)}
+    if node.id == "sequence":
+        return [_tree(part, source, around) for part in node.value]
+    merged: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     lines: dict[str, int] = {}
-    for key in keys:
-        if key.id != "scalar" or key.tag == MERGE:
-            continue  # a key that is a list is unknown anyway; each << adds something
-        line = key.start_mark.line + 1
-        if key.value in lines:
+    for key, value in node.value:
+        name, line = str(_tree(key, source, around)), key.start_mark.line + 1
+        part = _tree(value, source, around)
+        if name == MERGE and isinstance(part, dict):
+            merged |= part
+        elif name in own:
             raise ConfigError(
-                f"--config-file: {path}: {key.value} is there twice, in line {lines[key.value]} "
-                f"and in line {line}: leave one out"
+                f"{source}: {name} is there twice, in line {lines[name]} and in line {line}: "
+                "leave one out"
             )
-        lines[key.value] = line
+        else:
+            own[name], lines[name] = part, line
+    return merged | own
 
 
 def _flatten(node: Any, prefix: str, keys: Container[str]) -> Iterator[tuple[str, Any]]:
@@ -133,32 +117,17 @@ def _flatten(node: Any, prefix: str, keys: Container[str]) -> Iterator[tuple[str
         return
     for key, value in node.items():
         if value is not None:
-            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key), keys)
+            yield from _flatten(value, f"{prefix}.{key}" if prefix else key, keys)
 
 
 def _variable_text(entry: Setting, value: Any, source: str) -> str:
-    switch = entry.parse is boolean
-    if value is False and entry.parse is name_or_off:
-        value = "off"
-    if isinstance(value, bool) != switch:
-        wanted = (
-            "must be true or false"
-            if switch
-            else "cannot be true or false: put quotes around yes, no, on or off where it is a name"
-        )
-        raise ConfigError(f"{source}={value!r}: {wanted}")
-    if switch:
-        return str(int(value != entry.yaml_inverted))
     several = isinstance(entry.default, tuple)
     if isinstance(value, dict) or (isinstance(value, list) and not several):
         kind = "a list" if isinstance(value, list) else "a section of keys"
         raise ConfigError(f"{source}={value!r}: must be one value, and is {kind}")
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    found = entry.variable_text(text, source)
-    if isinstance(entry.default, str) and not isinstance(value, str):
-        # YAML has changed what was written: 1.10 is 1.1 by now, and 007 is 7.
-        kind = type(value).__name__
-        raise ConfigError(
-            f"{source}={text}: must be a text, and YAML reads it as {kind}: put it in quotes"
-        )
-    return found
+    text = ",".join(map(str, value)) if isinstance(value, list) else value
+    if entry.parse is boolean:
+        return str(int(entry.read(text, source) != entry.yaml_inverted))
+    if text.lower() in ("true", "false"):
+        raise ConfigError(f"{source}={text!r}: cannot be true or false")
+    return entry.variable_text(text, source)

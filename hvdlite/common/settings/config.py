@@ -23,7 +23,6 @@ from hvdlite.common.settings.setting import (
     choice,
     core_list,
     name_list,
-    name_or_off,
     number,
     port_range,
     segmentation,
@@ -316,7 +315,7 @@ class Config(JobSettings):
         flag="--thread-affinity", yaml="library_options.thread_affinity",
     )  # fmt: skip
     devices: str = setting(
-        "auto", "DEVICES", name_or_off,
+        "auto", "DEVICES", str,
         "Which library runs collectives in the memory of accelerators: auto (the vendor's, where "
         "all ranks have it), off (all tensors go through host memory), or the name of one (see "
         "devices.md).",

@@ -131,11 +131,6 @@ def core_list(text: str) -> tuple[int, ...]:
     return cores
 
 
-def name_or_off(text: str) -> str:
-    """Any name, or off, which YAML reads as false."""
-    return text
-
-
 def name_list(text: str) -> tuple[str, ...]:
     """Comma-separated names."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())

@@ -12,12 +12,12 @@ import pytest
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.settings import logs
 from hvdlite.common.settings.config import Config, settings
-from hvdlite.common.settings.setting import MIB, Setting, name_list, name_or_off
+from hvdlite.common.settings.setting import MIB, Setting, name_list
 
 ALL = list(settings())
 # A text setting takes any text; everything else refuses these.
 GARBAGE = ["garbage", "1x", "--", "nan", "1e999x", "0x10", "²", "1;2"]
-STRICT = [entry for entry in ALL if entry.parse not in (str, name_list, name_or_off)]
+STRICT = [entry for entry in ALL if entry.parse not in (str, name_list)]
 # One accepted text for each setting, and what it means.
 ACCEPTED = {
     "fusion_threshold_bytes": ("1024", 1024),

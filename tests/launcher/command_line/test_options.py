@@ -289,45 +289,34 @@ def test_the_config_file_has_horovods_keys_and_flags_win(tmp_path: Path) -> None
         ),
         ("surprise: 1", "unknown key surprise; the keys are autotune."),
         ("autotune: {bayes: 3}", "unknown key autotune.bayes"),
-        ("params: 3", "params=3: params must be a section of keys"),
+        ("params: 3", "params='3': params must be a section of keys"),
         ("params: [cycle_time_ms]", "params must be a section of keys"),
         ("[1, 2]", "the whole file"),
         ("params: {cycle_time_ms: often}", "params.cycle_time_ms='often'"),
         ("params: {fusion_threshold_mb: true}", "params.fusion_threshold_mb"),
-        ("timeline: {filename: true}", "timeline.filename"),
-        ("stall_check: {enabled: 3}", "stall_check.enabled=3"),
+        ("timeline: {filename: true}", "timeline.filename='true': cannot be true or false"),
+        ("stall_check: {enabled: often}", "stall_check.enabled='often': must be 0 or 1"),
         ("a: [", "is not YAML"),
         ("params: {cycle_time_ms: 2}\ntimeline:\nparams: {cache_capacity: 2}",
          "params is there twice, in line 1 and in line 3: leave one out"),
         ("params:\n  cycle_time_ms: 1\n  'cycle_time_ms': 2",
          "cycle_time_ms is there twice, in line 2 and in line 3"),
         ("params: {cycle_time_ms: 1}\nparams.cycle_time_ms: 2",
-         "params.cycle_time_ms=2: this key is there twice"),
-        ("\ntimeline: {filename: 2026-13-01}",
-         "line 2: '2026-13-01' cannot be read as the timestamp that YAML takes it for"),
-        ("params: {cycle_time_ms: !!int 'abc'}", "'abc' cannot be read as the int"),
-        ("params: {cycle_time_ms: !!timestamp abc}", "'abc' cannot be read as the timestamp"),
-        ("params: {cycle_time_ms: !!bool abc}", "'abc' cannot be read as the bool"),
-        ("params: {cycle_time_ms: !!float ''}", "'' cannot be read as the float"),
-        (f"params: {{cache_capacity: {'9' * 5000}}}", f"'{'9' * 40}' cannot be read as the int"),
-        (f"params: {{cache_capacity: 0x{'9' * 5000}}}", "cannot be read as the int"),
+         "params.cycle_time_ms='2': this key is there twice"),
+        (f"params: {{cache_capacity: {'9' * 5000}}}", "must be a whole number"),
         (f"params: {{cache_capacity: {'9' * 400}}}", "must be a whole number of at least 0"),
         ("params: &p {x: *p}", "line 1: this part contains itself"),
         ("params: " + "[" * 3000 + "]" * 3000, "is nested too deeply"),
         ("params", "the whole file is 'params': it must be sections of keys"),
         ("- params", "the whole file is ['params']: it must be sections of keys"),
-        ("false", "the whole file is False: "),
-        ("0", "the whole file is 0: "),
+        ("false", "the whole file is 'false': "),
+        ("0", "the whole file is '0': "),
         ("[]", "the whole file is []: "),
         ('""', "the whole file is '': "),
-        ("timeline: {filename: 1.10}",
-         "timeline.filename=1.1: must be a text, and YAML reads it as float: put it in quotes"),
-        ("timeline: {filename: 007}", "timeline.filename=7: must be a text"),
-        ("timeline: {filename: 2026-12-01}", "filename=2026-12-01: must be a text"),
         ("timeline: {filename: [a, b]}", "['a', 'b']: must be one value, and is a list"),
         ("timeline: {filename: {a: b}}", "{'a': 'b'}: must be one value, and is a section of keys"),
         ("timeline: {filename: {}}", "timeline.filename={}: must be one value"),
-        ("params: {cycle_time_ms: [1]}", "params.cycle_time_ms=[1]: must be one value"),
+        ("params: {cycle_time_ms: [1]}", "params.cycle_time_ms=['1']: must be one value"),
         ("trace: {iterations: 7}", "trace.iterations='7': must be a file name that ends with"),
     ],
 )  # fmt: skip
@@ -349,6 +338,7 @@ def test_a_bad_config_file_names_the_key(tmp_path: Path, text: str, named: str) 
         ("params:", None),
         ("params: {cycle_time_ms: '2'}", "2"),
         ("params: &all\n  <<: {cycle_time_ms: 3}\n  cycle_time_ms: 2", "2"),
+        ("params: &all\n  <<: &two {cycle_time_ms: 2}\nlogging:\n  level: debug", "2"),
         ("\ufeffparams: {cycle_time_ms: 2}", "2"),
     ],
 )
@@ -361,14 +351,29 @@ def test_a_config_file_may_be_empty_and_repeat_parts(
     assert given.get("HVDLITE_CYCLE_TIME") == value
 
 
-def test_off_in_the_config_file_is_a_word_where_it_is_a_value(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "variable", "value"),
+    [
+        ("params: {devices: off}", "DEVICES", "off"),
+        ("params: {devices: 'off'}", "DEVICES", "off"),
+        ("params: {devices: nccl}", "DEVICES", "nccl"),
+        ("timeline: {filename: 1.10}", "TIMELINE", "1.10"),
+        ("timeline: {filename: 007}", "TIMELINE", "007"),
+        ("timeline: {filename: 2026-13-01}", "TIMELINE", "2026-13-01"),
+        ("params: {cache_capacity: 010}", "CACHE_CAPACITY", "010"),
+        ("timeline: {mark_cycles: yes}", "TIMELINE_MARK_CYCLES", "1"),
+        ("timeline: {mark_cycles: 'False'}", "TIMELINE_MARK_CYCLES", "0"),
+        ("stall_check: {enabled: off}", "STALL_CHECK_DISABLE", "1"),
+    ],
+)
+def test_values_of_the_config_file_are_the_texts_that_variables_would_have(
+    tmp_path: Path, text: str, variable: str, value: str
+) -> None:
     path = tmp_path / "config.yaml"
-    for word, quoted in (("off", "off"), ("off", "'off'"), ("nccl", "nccl")):
-        path.write_text(f"params: {{devices: {quoted}}}\n")
-        given = options("-np", "1", "--config-file", str(path)).variables
-        assert given == {"HVDLITE_DEVICES": word}
-    path.write_text("params: {devices: on}\n")
-    assert "put quotes" in error("--config-file", str(path))
+    path.write_text(text)
+    environ = {"HVDLITE_TIMELINE": "t.json"}
+    given = options("-np", "1", "--config-file", str(path), environ=environ).variables
+    assert given[f"HVDLITE_{variable}"] == value
 
 
 def test_keys_of_the_config_file_without_a_meaning_warn(tmp_path: Path) -> None:
@@ -379,8 +384,8 @@ def test_keys_of_the_config_file_without_a_meaning_warn(tmp_path: Path) -> None:
     assert given.variables == {"HVDLITE_CYCLE_TIME": "2"}
     assert [note.partition(" has no meaning here")[0] for note in given.notes] == [
         f"{path}: controller='gloo'",
-        f"{path}: library_options.num_nccl_streams=2",
-        f"{path}: params.torus_allreduce=True",
+        f"{path}: library_options.num_nccl_streams='2'",
+        f"{path}: params.torus_allreduce='true'",
     ]
 
 
