@@ -13,8 +13,8 @@ from unittest import mock
 
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.driver_link.frames import World
 from hvdlite.common.elastic.notification import NotificationManager
-from hvdlite.common.membership.frames import World
 from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.current import this_process
 from hvdlite.common.runtime.process_sets import global_process_set

@@ -12,7 +12,7 @@ A package imports from itself and from packages below it, never upwards:
     devices         collectives in the memory of accelerators, by their vendors' libraries
     collectives     the table of collectives, and the backends that run them
     transport       control messages, shared memory and arrays between ranks
-    membership      the connection between a worker of an elastic job and its driver
+    driver_link     the connection between a worker of an elastic job and its driver
     meeting         how ranks find each other: the exchange, and its sources
     connections     proven, framed and watched connections, and the loop that drives them
     requests        what ranks ask for: entries, handles, the messages about them, process sets

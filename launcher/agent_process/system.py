@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.connections.loop import Loop
-from hvdlite.common.membership.server import WorkerServer
+from hvdlite.common.driver_link.server import WorkerServer
 from hvdlite.launcher.agent_process import rank_process
 from hvdlite.launcher.agents import channel
 from hvdlite.launcher.inspection import runtime_folder

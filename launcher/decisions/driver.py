@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlite.common.membership import frames
+from hvdlite.common.driver_link import frames
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import Command, ElasticPlan, Finish, Say, Tell
 from hvdlite.launcher.decisions.failures import RESETS_AFTER_EXCEPTIONS, Cooldowns, Failures

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdlite.common.driver_link import frames
 from hvdlite.common.meeting.placement import places
-from hvdlite.common.membership import frames
 from hvdlite.launcher.decisions.commands import (
     Command,
     DropAgent,

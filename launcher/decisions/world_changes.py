@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
-from hvdlite.common.membership import frames
+from hvdlite.common.driver_link import frames
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import WAIT, Say, Tell
 from hvdlite.launcher.decisions.placement import Parts, Placement

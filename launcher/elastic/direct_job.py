@@ -15,8 +15,8 @@ from typing import Any
 from hvdlite.as_horovod import active
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.connections.address import Address, listen
+from hvdlite.common.driver_link.server import WorkerServer
 from hvdlite.common.meeting.placement import new_secret
-from hvdlite.common.membership.server import WorkerServer
 from hvdlite.common.settings.config import Config
 from hvdlite.launcher.command_line.job_kinds import check_cooldown
 from hvdlite.launcher.decisions.commands import READY, WAIT, ElasticPlan, Finish, StartWorker

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdlite.common.driver_link import frames
 from hvdlite.common.meeting.placement import places
-from hvdlite.common.membership import frames
 from hvdlite.common.settings.config import Config
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan

@@ -73,7 +73,7 @@ class WorkerProcesses:
             self._workers[number].agent.send("signal", int(signal_number), [number])
 
     def order(self, number: int, line: str) -> None:
-        """Give an order to a worker: see connections/orders.py."""
+        """Give an order to a worker: see connections/order_lines.py."""
         if number in self._workers:
             self._workers[number].agent.send("order", number, line)
 

@@ -1,4 +1,4 @@
-"""Asks ranks for what they alone know, and hands on their answers: see connections/orders.py."""
+"""Asks ranks for what they alone know, and hands on the answers: see connections/order_lines.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hvdlite.common.connections.loop import Loop, Timer
-from hvdlite.common.connections.orders import BEGUN, Answers, Order, pack_order
+from hvdlite.common.connections.order_lines import BEGUN, Answers, Order, pack_order
 from hvdlite.launcher.live.job_view import RankView
 
 Answer = dict[str, Any]  # With an "error" where there is none.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hvdlite.common.connections.orders import BEGUN, STACK, TENSOR, TIMELINE
+from hvdlite.common.connections.order_lines import BEGUN, STACK, TENSOR, TIMELINE
 from hvdlite.launcher.inspection.asking import Answer, Asking, Later
 from hvdlite.launcher.inspection.tensor_calls import merge
 from hvdlite.launcher.live.job_view import JobView, RankView

@@ -1,6 +1,6 @@
 """Gives orders to the ranks of this host, by named pipes in a folder that they know of.
 
-A rank makes its pipe in `init`: see hvdlite/common/connections/orders.py. Whoever gives an order
+A rank makes its pipe in `init`: see hvdlite/common/connections/order_lines.py. Whoever gives one
 never waits for a rank.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from hvdlite.common.connections.orders import COUNT, OF_ALL, PASS, PIPE_NAME, Order, pack_order
+from hvdlite.common.connections.order_lines import COUNT, OF_ALL, PASS, PIPE_NAME, Order, pack_order
 from hvdlite.common.requests.messages import EVERY_RANK
 
 

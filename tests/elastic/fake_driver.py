@@ -9,8 +9,8 @@ from typing import Any
 
 from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.connections.loop import Loop, readable
-from hvdlite.common.membership import frames
-from hvdlite.common.membership.server import WorkerServer
+from hvdlite.common.driver_link import frames
+from hvdlite.common.driver_link.server import WorkerServer
 
 SECRET = "only this job knows it"
 STOP = 4  # The kind of an interrupt at which the workers of these tests end.

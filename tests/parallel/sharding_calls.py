@@ -22,7 +22,7 @@ from hvdlite.torch import sharding
 from hvdlite.torch.process_group.weights import watch_optimizers
 from hvdlite.torch.sharding import runner
 from hvdlite.torch.sharding.dtensor import Shard, distribute_tensor
-from hvdlite.torch.sharding.running import cut_what_is_loaded
+from hvdlite.torch.sharding.sharded_module import cut_what_is_loaded
 from tests.parallel import sharding_steps
 from tests.parallel.sharding_edges import SHARE, WIDTH, expect, own, whole_batch
 

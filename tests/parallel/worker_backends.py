@@ -17,7 +17,7 @@ from hvdlite.common.collectives import mpi as mpi_backend
 from hvdlite.common.collectives.base import Members, Reduction
 from hvdlite.common.transport import bootstrap, mpi
 from hvdlite.common.transport.base import Transport
-from hvdlite.common.transport.rendezvous import Meeting
+from hvdlite.common.transport.rendezvous import MeetingFolder
 from tests.backends import DTYPES, Program
 from tests.parallel.connecting import connect
 from tests.parallel.rank_helpers import rank, size
@@ -47,7 +47,7 @@ def main(way: str, hosts: str, option: str = "") -> None:
     os.write(1, f"rank {rank} of {size} is content\n".encode())
 
 
-def hide(meeting: Meeting, rank: int) -> socket.socket:
+def hide(meeting: MeetingFolder, rank: int) -> socket.socket:
     """Stands for `listen` where the leader's directory is not to be seen."""
     raise FileNotFoundError(meeting.path(rank))
 

@@ -23,10 +23,10 @@ from hvdlite.common.collectives.base import (
 )
 from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
-from hvdlite.common.collectives.host_backends.backend import FlatBackend
-from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.mpi import MpiBackend
+from hvdlite.common.collectives.multi_host.backends import FlatBackend
+from hvdlite.common.collectives.multi_host.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.native.library import library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.table import SPECS

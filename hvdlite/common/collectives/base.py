@@ -50,7 +50,7 @@ class Reduction:
 class Backend(Protocol):
     """One way to run collectives."""
 
-    name: str  # in capitals, as the timeline shows it: SHM, RING, HIERARCHICAL, MPI
+    name: str  # a value of HVDLITE_ALLREDUCE in capitals, such as RING
 
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members

@@ -67,7 +67,7 @@ class Target(NamedTuple):
         Raises `OSError` where the folder of a Unix socket does not exist.
         """
         if self.family == socket.AF_UNIX and isinstance(self.address, str):
-            with _short(self.address) as short:
+            with short_path(self.address) as short:
                 return connection.connect_ex(short)
         return connection.connect_ex(self.address)
 
@@ -111,7 +111,7 @@ def connect(address: Address, seconds: float) -> socket.socket:
     try:
         if address.path:
             connection.settimeout(seconds)
-            with _short(address.path) as short:
+            with short_path(address.path) as short:
                 connection.connect(short)
         else:
             prepare_tcp(connection)
@@ -143,7 +143,7 @@ def listen(address: Address) -> socket.socket:
     if address.path:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _short(address.path) as short:
+            with short_path(address.path) as short:
                 listener.bind(short)
             listener.listen(BACKLOG)
         except BaseException:
@@ -202,7 +202,7 @@ def _resolve(address: Address) -> list[tuple[socket.AddressFamily, str]]:
 
 
 @contextmanager
-def _short(path: str) -> Iterator[str]:
+def short_path(path: str) -> Iterator[str]:
     """Yield a name of the file `path` that is short enough for a socket (107 bytes at most)."""
     folder = os.open(os.path.dirname(path) or ".", os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -85,7 +85,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival
-from hvdlite.common.decisions.crossed import crossed
+from hvdlite.common.decisions.crossed_programs import crossed
 from hvdlite.common.decisions.fusion import next_segments
 from hvdlite.common.decisions.process_sets import ProcessSetState, change_sets
 from hvdlite.common.decisions.request_readiness import (

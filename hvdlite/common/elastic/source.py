@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from hvdlite.common.api.objects import allgather_object
-from hvdlite.common.membership.frames import World
+from hvdlite.common.driver_link.frames import World
 from hvdlite.common.runtime.current import current, for_collective
 from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set

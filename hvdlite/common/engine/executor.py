@@ -16,8 +16,8 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Backend, Members, Operand
 from hvdlite.common.collectives.between_hosts.carried import may_be_carried
-from hvdlite.common.collectives.host_backends.backend import HostsBackend
 from hvdlite.common.collectives.kernels import neutral_value
+from hvdlite.common.collectives.multi_host.backends import HostsBackend
 from hvdlite.common.collectives.table import SPECS, CollectiveRun, neutral_shape, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.devices.data_plane import DevicePlane, Span

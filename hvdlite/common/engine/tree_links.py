@@ -18,7 +18,7 @@ from hvdlite.common.connections.loop import LATE_SECONDS
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import Tree
 from hvdlite.common.decisions.coordinator import Coordinator
-from hvdlite.common.decisions.crossed import CROSSED_SECONDS
+from hvdlite.common.decisions.crossed_programs import CROSSED_SECONDS
 from hvdlite.common.decisions.stall_inspector import FIRST_SECONDS, DeadlockDetector, StallInspector
 from hvdlite.common.requests.messages import (
     EVERY_RANK,

@@ -55,7 +55,7 @@ def _begin_by_setting(runtime: Runtime) -> None:
     if runtime.config.live:
         counts_of(runtime).tell_launcher()
     if launcher_pipe() is not None:
-        from hvdlite.common.iterations import orders
+        from hvdlite.common.iterations import launcher_orders
 
         def counts() -> Counts:
             own = this_process.runtime
@@ -63,15 +63,15 @@ def _begin_by_setting(runtime: Runtime) -> None:
                 raise RuntimeError("hvdlite is not initialized in this rank now")
             return counts_of(own, between_steps=True)
 
-        orders.obey_launcher(counts)
-        orders.obey_passed_orders(runtime, counts)
-        if orders.launcher_has_asked_to_count(runtime):
+        launcher_orders.obey_launcher(counts)
+        launcher_orders.obey_passed_orders(runtime, counts)
+        if launcher_orders.launcher_has_asked_to_count(runtime):
             counts_of(runtime, between_steps=True).tell_launcher()
 
 
 Trainers.on_begin.append(_begin_by_setting)
 if launcher_pipe() is not None:  # In `init` the other ranks of an elastic job would wait for it.
-    import_module("hvdlite.common.iterations.orders")
+    import_module("hvdlite.common.iterations.launcher_orders")
 
 
 def metrics() -> dict[str, float]:

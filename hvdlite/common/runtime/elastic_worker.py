@@ -14,9 +14,9 @@ import msgpack
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import neighbours
+from hvdlite.common.driver_link.frames import Newcomer, World
+from hvdlite.common.driver_link.link import DriverLink
 from hvdlite.common.meeting import launch as launches
-from hvdlite.common.membership.frames import Newcomer, World
-from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.connect import Connected
 from hvdlite.common.runtime.process_sets import ProcessSet

@@ -12,9 +12,9 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import reason_of_end, reason_of_shutdown, report_uncaught
+from hvdlite.common.driver_link.frames import Newcomer, World
 from hvdlite.common.meeting import launch as launches
 from hvdlite.common.meeting.launch import SINGLE, Launch
-from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.requests.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.connect import Connected, check_without_mpi, connect, find_launch
 from hvdlite.common.runtime.current import current, this_process

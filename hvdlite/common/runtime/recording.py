@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
 
-from hvdlite.common.membership.frames import World
+from hvdlite.common.driver_link.frames import World
 from hvdlite.common.settings.config import Config
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank, path_of_world
 

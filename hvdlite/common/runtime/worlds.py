@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdlite.common.membership.frames import World
+from hvdlite.common.driver_link.frames import World
 from hvdlite.common.runtime import lifecycle
 from hvdlite.common.runtime.current import find, this_process
 

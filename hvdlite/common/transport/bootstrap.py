@@ -20,7 +20,7 @@ from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.start_wait import spell_ranks
 from hvdlite.common.requests.messages import PROTOCOL_VERSION, installed_version
 from hvdlite.common.transport.local import LocalMesh, create_memory
-from hvdlite.common.transport.rendezvous import TOKEN_BYTES, Meeting, Peer, listen, meet
+from hvdlite.common.transport.rendezvous import TOKEN_BYTES, MeetingFolder, Peer, listen, meet
 
 HELLO = struct.Struct("<8sI52s")  # MAGIC, protocol version, version of hvdlite.
 MAGIC = b"hvdlite\0"
@@ -89,7 +89,7 @@ class Gathering:
             self._hosts.setdefault(name, []).append(other)
         self._ranks = self._hosts[hosts[rank]]
         self._peers: tuple[int, ...] = ()
-        self._place: tuple[Meeting, socket.socket] | None = None
+        self._place: tuple[MeetingFolder, socket.socket] | None = None
         self._mesh: LocalMesh | None = None
         self._stack = ExitStack()
 
@@ -105,7 +105,7 @@ class Gathering:
         """Return the place where the ranks of this host meet, if this rank is to make it."""
         if len(self._ranks) > 1 and self._rank == self._ranks[0]:
             with suppress(OSError):
-                meeting = Meeting.new(self._folder)
+                meeting = MeetingFolder.new(self._folder)
                 self._stack.callback(meeting.close)
                 return meeting.token + os.fsencode(meeting.directory)
         return b""
@@ -114,7 +114,7 @@ class Gathering:
         """Listen at the place to which this rank is invited, if it can be seen."""
         body = invitations[self._ranks[0]]
         if body:
-            meeting = Meeting(os.fsdecode(body[TOKEN_BYTES:]), body[:TOKEN_BYTES])
+            meeting = MeetingFolder(os.fsdecode(body[TOKEN_BYTES:]), body[:TOKEN_BYTES])
             with suppress(OSError):
                 self._place = meeting, self._stack.enter_context(listen(meeting, self._rank))
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.connections.address import short_path
 from hvdlite.common.connections.strangers import check_credentials
 from hvdlite.common.meeting.exchange import Interrupt
 
@@ -59,35 +60,30 @@ class _Limit(NamedTuple):
         self.interrupt.raise_if_over()
 
 
-class Meeting(NamedTuple):
+class MeetingFolder(NamedTuple):
     """The directory in which the ranks of one host meet; the leader makes it for all."""
 
     directory: str
     token: bytes
 
     @classmethod
-    def new(cls, folder: str | None = None) -> Meeting:
+    def new(cls, folder: str | None = None) -> MeetingFolder:
         """Make a new directory that only this user may enter, in `folder`. Raises `OSError`."""
         return cls(tempfile.mkdtemp(prefix="hvdlite-", dir=folder), os.urandom(TOKEN_BYTES))
 
-    @contextmanager
-    def path(self, rank: int) -> Iterator[str]:
-        """Yield the path where `rank` listens, short enough for a socket (107 bytes at most)."""
-        descriptor = os.open(self.directory, os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield f"/proc/self/fd/{descriptor}/{rank}"
-        finally:
-            os.close(descriptor)
+    def path(self, rank: int) -> str:
+        """Return the path where `rank` listens."""
+        return os.path.join(self.directory, str(rank))
 
     def close(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def listen(meeting: Meeting, rank: int) -> socket.socket:
+def listen(meeting: MeetingFolder, rank: int) -> socket.socket:
     """Listen at the meeting. Raises `OSError` where the directory is not visible."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with meeting.path(rank) as path:
+        with short_path(meeting.path(rank)) as path:
             listener.bind(path)
         listener.listen(1024)
     except OSError:
@@ -97,7 +93,7 @@ def listen(meeting: Meeting, rank: int) -> socket.socket:
 
 
 def meet(
-    meeting: Meeting,
+    meeting: MeetingFolder,
     listener: socket.socket,
     rank: int,
     peers: tuple[int, ...],
@@ -130,11 +126,13 @@ def meet(
         raise
 
 
-def _connect(meeting: Meeting, rank: int, peer: int, channel: int, limit: _Limit) -> socket.socket:
+def _connect(
+    meeting: MeetingFolder, rank: int, peer: int, channel: int, limit: _Limit
+) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _until(connection, limit, f"rank {peer} does not answer on its socket"):
-            with meeting.path(peer) as path:
+            with short_path(meeting.path(peer)) as path:
                 connection.connect(path)
             check_credentials(connection)
             connection.send(HELLO.pack(MAGIC, meeting.token, rank, peer, channel))
@@ -145,7 +143,7 @@ def _connect(meeting: Meeting, rank: int, peer: int, channel: int, limit: _Limit
 
 
 def _accept(
-    meeting: Meeting,
+    meeting: MeetingFolder,
     listener: socket.socket,
     rank: int,
     expected: set[tuple[int, int]],

@@ -23,8 +23,8 @@ from hvdlite.common.collectives.adasum import combine
 from hvdlite.common.collectives.backend_choice import build_backends, choose
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
-from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic, Casts, register_casts
+from hvdlite.common.collectives.multi_host.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.settings.config import Config
 from hvdlite.common.tensors.adapter import numpy_dtype

@@ -15,8 +15,8 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice
 from hvdlite.common.collectives.between_hosts.costs import Model
-from hvdlite.common.collectives.host_backends.backend import FlatBackend
-from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
+from hvdlite.common.collectives.multi_host.backends import FlatBackend
+from hvdlite.common.collectives.multi_host.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.settings.config import Config
 from hvdlite.common.transport.base import Transport

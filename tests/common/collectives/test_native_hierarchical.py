@@ -11,7 +11,7 @@ import pytest
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Reduction
-from hvdlite.common.collectives.host_backends.hierarchical import BLOCK_PIECES, HierarchicalBackend
+from hvdlite.common.collectives.multi_host.hierarchical import BLOCK_PIECES, HierarchicalBackend
 from hvdlite.common.collectives.native import collectives as native
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.tensors.adapter import numpy_dtype

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 import hvdlite
 import hvdlite.numpy as hvd
 from hvdlite.common.base.metrics import METRICS, Sample, pack, unpack
-from hvdlite.common.connections.orders import Order
-from hvdlite.common.iterations import orders
+from hvdlite.common.connections.order_lines import Order
+from hvdlite.common.iterations import launcher_orders
 from hvdlite.common.iterations.counts import Counts, ProcessFacts
 from hvdlite.common.iterations.live import counts_of
 from hvdlite.common.iterations.rows import IterationTimes
@@ -223,7 +223,7 @@ def test_each_init_looks_whether_to_count(
     pipe: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one order to count may have come between two worlds, when this process was no rank."""
-    monkeypatch.setattr(orders, "_obeying", {os.getpid()})  # Since an init before.
+    monkeypatch.setattr(launcher_orders, "_obeying", {os.getpid()})  # Since an init before.
 
     def main(rank: int) -> bool:
         current().begin([], first=True)
@@ -272,7 +272,7 @@ def test_a_timeline_by_order(
     """The rank says at once that it has begun, and ends no timeline but its own."""
     ours, other = str(tmp_path / "ours.json"), str(tmp_path / "other.json")
     said = list[dict[str, Any]]()
-    monkeypatch.setattr(orders, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(launcher_orders, "SILENT_SECONDS", 0.01)
 
     def main(rank: int) -> None:
         recording = current().recording
@@ -283,10 +283,10 @@ def test_a_timeline_by_order(
                 recording.start(other, False)
             said.append(value)
 
-        monkeypatch.setattr(orders, "_answer", answer)
+        monkeypatch.setattr(launcher_orders, "_answer", answer)
         counts = counts_of(current())
         before = set(threading.enumerate())
-        orders._obey_order(Order(5, "timeline", (ours, 3)), lambda: counts)
+        launcher_orders._obey_order(Order(5, "timeline", (ours, 3)), lambda: counts)
         for thread in set(threading.enumerate()) - before:
             if thread.name == "hvdlite-timeline-order":
                 thread.join(20)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hvdlite.common.membership.frames import World
+from hvdlite.common.driver_link.frames import World
 from hvdlite.common.requests.process_set_table import ProcessSetTable
 from hvdlite.common.runtime.elastic_worker import KeptSets
 from hvdlite.common.runtime.process_sets import ProcessSet

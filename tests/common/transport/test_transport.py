@@ -22,7 +22,7 @@ from hvdlite.common.transport.framing import HEADER, MAGIC, Assembler, frames
 from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorld
 from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.mpi_messages import Backoff
-from hvdlite.common.transport.rendezvous import Meeting, listen, meet
+from hvdlite.common.transport.rendezvous import MeetingFolder, listen, meet
 from tests.common.children import living_child
 from tests.ranks import run_threads
 from tests.worlds import TCP, TcpWorld
@@ -61,7 +61,7 @@ class MeshTransport:
 
 def make_meshes(size: int) -> list[LocalMesh]:
     """The meshes of all ranks of a host."""
-    meeting = Meeting.new()
+    meeting = MeetingFolder.new()
     listeners = [listen(meeting, rank) for rank in range(size)]
     deadline = time.monotonic() + 10
 
@@ -464,7 +464,7 @@ def test_a_broken_frame_on_a_socket_is_refused() -> None:
 
 
 def test_a_stranger_at_the_meeting_is_refused() -> None:
-    meeting = Meeting.new()
+    meeting = MeetingFolder.new()
     try:
         listener = listen(meeting, 0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -477,7 +477,7 @@ def test_a_stranger_at_the_meeting_is_refused() -> None:
 
 
 def test_a_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = Meeting.new()
+    meeting = MeetingFolder.new()
     try:
         listener = listen(meeting, 0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -491,7 +491,7 @@ def test_a_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    meeting = Meeting.new()
+    meeting = MeetingFolder.new()
     try:
         listener = listen(meeting, 0)
         with pytest.raises(HorovodInternalError, match="did not connect: 1, 2"):
@@ -501,7 +501,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_the_meeting_is_private_and_leaves_nothing() -> None:
-    meeting = Meeting.new()
+    meeting = MeetingFolder.new()
     directory = Path(meeting.directory)
     assert directory.stat().st_mode & 0o777 == 0o700
     listen(meeting, 0).close()

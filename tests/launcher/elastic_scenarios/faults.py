@@ -25,8 +25,8 @@ from typing import Any
 from hvdlite.common.collectives.between_hosts.pipeline import RingRun
 from hvdlite.common.collectives.native.collectives import NativeShm
 from hvdlite.common.collectives.shm import ShmBackend
+from hvdlite.common.driver_link.link import DriverLink
 from hvdlite.common.engine.control_plane import ControlPlane
-from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.transport.tcp import connect
 from tests.limits import patient
 

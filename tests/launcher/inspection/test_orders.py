@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.connections.loop import Loop
-from hvdlite.common.connections.orders import (
+from hvdlite.common.connections.order_lines import (
     LONGEST_PART,
     Answers,
     Order,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlite.common.connections.frames import pack
 from hvdlite.common.connections.loop import Loop
-from hvdlite.common.connections.orders import pack_answer, unpack_order
+from hvdlite.common.connections.order_lines import pack_answer, unpack_order
 from hvdlite.launcher.inspection.asking import Asking
 from hvdlite.launcher.inspection.requests import Requests
 from hvdlite.launcher.live.job_view import JobView

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from hvdlite.common.driver_link.frames import World
 from hvdlite.common.elastic import run, source, state
 from hvdlite.common.elastic.state import ObjectState
-from hvdlite.common.membership.frames import World
 
 
 class _Runtime:

@@ -21,9 +21,9 @@ from hvdlite.common.connections.dial import Dial, Failure, Limits, Refused
 from hvdlite.common.connections.link import Arrays, Link
 from hvdlite.common.connections.loop import READ, Handler, Timer
 from hvdlite.common.connections.prove import Claim, Party
+from hvdlite.common.driver_link import frames
+from hvdlite.common.driver_link.server import WorkerServer
 from hvdlite.common.meeting.wire import FRAME_BYTES
-from hvdlite.common.membership import frames
-from hvdlite.common.membership.server import WorkerServer
 from tests.simulation.lines import NO_LIMIT
 from tests.simulation.start.laws import watched
 from tests.simulation.start.net import Host, Net, Node

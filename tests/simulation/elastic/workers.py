@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.common.membership.checks import Checks
-from hvdlite.common.membership.frames import read_world
+from hvdlite.common.driver_link.checks import Checks
+from hvdlite.common.driver_link.frames import read_world
 from tests.simulation.elastic.laws import ORDER
 from tests.simulation.elastic.states import WorkerState
 from tests.simulation.start.net import Node

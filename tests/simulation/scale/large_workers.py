@@ -19,9 +19,9 @@ import msgpack
 
 from hvdlite.common.connections.frames import pack, unpack
 from hvdlite.common.decisions.control_tree import neighbours
-from hvdlite.common.membership.frames import World as Members
-from hvdlite.common.membership.frames import read_world
-from hvdlite.common.membership.link import LinkExchange
+from hvdlite.common.driver_link.frames import World as Members
+from hvdlite.common.driver_link.frames import read_world
+from hvdlite.common.driver_link.link import LinkExchange
 from hvdlite.common.requests.messages import PROTOCOL_VERSION, installed_version
 from hvdlite.common.runtime.elastic_worker import KeptSets
 from hvdlite.common.settings.config import Config

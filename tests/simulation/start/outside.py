@@ -72,14 +72,14 @@ class Thread:
         self._joins.sleep_until(lambda: self._ended)
 
 
-class Meeting(SimpleNamespace):
-    """Has the methods of `rendezvous.Meeting`: a folder, in which ranks of a host meet."""
+class MeetingFolder(SimpleNamespace):
+    """Has the methods of `rendezvous.MeetingFolder`: a folder, in which ranks of a host meet."""
 
     def __init__(self, directory: str, token: bytes) -> None:
         super().__init__(directory=directory, token=token)
 
     @classmethod
-    def new(cls, _folder: str | None = None) -> Meeting:
+    def new(cls, _folder: str | None = None) -> MeetingFolder:
         directory = f"/tmp/hvdlite-{here.node.net.new_port():08d}"
         here.node.folders.add(directory)
         return cls(directory, bytes(TOKEN_BYTES))
@@ -88,7 +88,7 @@ class Meeting(SimpleNamespace):
         here.node.folders.discard(self.directory)
 
 
-def listen_locally(meeting: Meeting, rank: int) -> Socket:
+def listen_locally(meeting: MeetingFolder, rank: int) -> Socket:
     listener = new_socket(socket.AF_UNIX)
     listener.bind(f"{meeting.directory}/{rank}")
     listener.listen()
@@ -96,7 +96,7 @@ def listen_locally(meeting: Meeting, rank: int) -> Socket:
 
 
 def meet_locally(
-    meeting: Meeting, listener: Socket, rank: int, peers: tuple[int, ...], _memory: int,
+    meeting: MeetingFolder, listener: Socket, rank: int, peers: tuple[int, ...], _memory: int,
     deadline: float, _interrupt: object = None,
 ) -> dict[int, object]:  # fmt: skip
     """Wait for the ranks of this host, whose connections are not made."""
@@ -233,7 +233,7 @@ def around(net: Net, fan_out: int) -> Iterator[None]:
         (connect, "neighbours", lambda topology, rank: Tree(topology, rank, fan_out).neighbours),
         (tcp, "list_interfaces", _interfaces), (addresses, "list_interfaces", _interfaces),
         (tcp, "_machine", _machine),
-        (bootstrap, "os", files), (bootstrap, "Meeting", Meeting),
+        (bootstrap, "os", files), (bootstrap, "MeetingFolder", MeetingFolder),
         (bootstrap, "listen", listen_locally), (bootstrap, "meet", meet_locally),
         (bootstrap, "create_memory", lambda: here.node.take(Memory())),
         (bootstrap, "LocalMesh", Mesh),

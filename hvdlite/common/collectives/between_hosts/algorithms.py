@@ -22,7 +22,7 @@ from hvdlite.common.collectives.between_hosts.costs import (
     cheapest_of,
     tree_piece_bytes,
 )
-from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, Plan, RingOrder
+from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, RingOrder, RingPlan
 from hvdlite.common.collectives.between_hosts.schedule_run import ScheduledPlan
 from hvdlite.common.collectives.between_hosts.schedules import (
     Schedule,
@@ -148,7 +148,7 @@ class Algorithm:
         schedule = self.schedule(order)
         if schedule is None:
             steps = len(order.order) - 1
-            return Plan(
+            return RingPlan(
                 ring_order=order, reduce_steps=self.reduces * steps,
                 gather_steps=self.gathers * steps, shift=not self.gathers, **fields,
             )  # fmt: skip
@@ -209,7 +209,7 @@ class Choice:
         return GATHERS[self._cheapest_of("gather", hosts, slices, nbytes)]
 
     def path(self, hosts: int, nbytes: int) -> str:
-        """Return the way of a broadcast of `nbytes`; see `paths`."""
+        """Return the way of a broadcast of `nbytes`, as `paths_of` takes it."""
         return self._cheapest_of("broadcast", hosts, 1, nbytes)
 
     def groups(

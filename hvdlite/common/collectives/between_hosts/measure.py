@@ -19,9 +19,9 @@ from hvdlite.common.collectives.base import Array, Backend, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import Choice
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES
 from hvdlite.common.collectives.chained_view import even_chain
-from hvdlite.common.collectives.host_backends.backend import FlatBackend
-from hvdlite.common.collectives.host_backends.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.multi_host.backends import FlatBackend
+from hvdlite.common.collectives.multi_host.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 

@@ -134,15 +134,15 @@ class Pipeline(ABC):
 
 # A ring as a pipeline: chunks go around it in steps, cut into pieces.
 #
-# All collectives of `ring` but alltoall and broadcast are a `Plan`, which a `RingRun` executes. The
-# memory in use depends on DEPTH, AHEAD and the size of a piece, but not on the size of the tensors.
+# All collectives of `ring` but alltoall and broadcast are a `RingPlan`, which a `RingRun` executes.
+# The memory in use depends on DEPTH, AHEAD and the size of a piece, but not on that of the tensors.
 #
 # Partial sums are sent in the dtype of the tensors. If that is a 16-bit float, each member widens
 # the sum to float32, adds its part, and rounds once before it sends the sum on.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Pipeline):
+class RingPlan(Pipeline):
     """One run around the ring: `reduce_steps`, which add, then `gather_steps`, which copy."""
 
     ring_order: RingOrder
@@ -163,9 +163,9 @@ class Plan(Pipeline):
 
 
 class RingRun:
-    """The execution of a `Plan` by one member."""
+    """The execution of a `RingPlan` by one member."""
 
-    def __init__(self, transport: Transport, plan: Plan) -> None:
+    def __init__(self, transport: Transport, plan: RingPlan) -> None:
         self._transport = transport
         self._plan = plan
         self._arithmetic = plan.arithmetic

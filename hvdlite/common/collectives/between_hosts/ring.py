@@ -34,7 +34,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import RING, Algorithm
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES
-from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, Plan, RingOrder
+from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, RingOrder, RingPlan
 from hvdlite.common.collectives.chained_view import Chain, even_chain, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.transport.base import Pending, Transport
@@ -105,7 +105,7 @@ class RingBackend:
         sources = [member_chain(inputs, counts, member) for member in ring_order.order]
         targets = [Chain([])] * members.size
         targets[ring_order.index] = Chain(outputs)
-        plan = Plan(
+        plan = RingPlan(
             ring_order=ring_order, sources=sources, targets=targets, arithmetic=arithmetic,
             reduce_steps=members.size - 1, gather_steps=0, shift=1, length=self._length(arithmetic),
         )  # fmt: skip
@@ -129,7 +129,7 @@ class RingBackend:
         sources[ring_order.index] = Chain(inputs)
         with activity("RING_ALLGATHER"):
             sources[ring_order.index].copy_to(targets[ring_order.index])
-            plan = Plan(
+            plan = RingPlan(
                 ring_order=ring_order, sources=sources, targets=targets, arithmetic=copied,
                 reduce_steps=0, gather_steps=members.size - 1, length=self._length(copied),
             )  # fmt: skip

@@ -18,7 +18,8 @@ from hvdlite.common.collectives.base import Array
 from hvdlite.common.collectives.between_hosts.algorithms import Algorithm
 from hvdlite.common.collectives.between_hosts.pipeline import Chunk, Pipeline
 from hvdlite.common.collectives.chained_view import Chain
-from hvdlite.common.collectives.host_backends.host_slices import (
+from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.multi_host.host_slices import (
     Inside,
     Layers,
     PieceWindow,
@@ -26,7 +27,6 @@ from hvdlite.common.collectives.host_backends.host_slices import (
     one_hot,
     pieces_of,
 )
-from hvdlite.common.collectives.kernels import Arithmetic
 
 
 class HostScatter:

@@ -18,17 +18,17 @@ from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES, tree_pie
 from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, RingOrder
 from hvdlite.common.collectives.between_hosts.ring import RingBackend
 from hvdlite.common.collectives.chained_view import Chain
-from hvdlite.common.collectives.host_backends.alltoall import HostExchange
-from hvdlite.common.collectives.host_backends.broadcast import Carriers, HostBroadcast
-from hvdlite.common.collectives.host_backends.host_slices import (
+from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.multi_host.alltoall import HostExchange
+from hvdlite.common.collectives.multi_host.broadcast import Carriers, HostBroadcast
+from hvdlite.common.collectives.multi_host.host_slices import (
     Inside,
     Layers,
     blocks_of,
     one_hot,
     pieces_of,
 )
-from hvdlite.common.collectives.host_backends.reducescatter import HostScatter
-from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.multi_host.reducescatter import HostScatter
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 
@@ -240,7 +240,7 @@ class FlatBackend(HostsBackend):
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Support all but Adasum, among three hosts or more; between two there is one choice."""
+        """Support all but Adasum. Between two hosts only allreduce has more than one algorithm."""
         hosts = members.topology.hosts
         fewest = 2 if collective == "allreduce" else 3
         flat = len(hosts) == members.size >= fewest

@@ -16,10 +16,10 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Software
-from hvdlite.common.membership import frames
-from hvdlite.common.membership import link as link_module
-from hvdlite.common.membership.frames import Newcomer, World, world_frame
-from hvdlite.common.membership.link import DriverLink
+from hvdlite.common.driver_link import frames
+from hvdlite.common.driver_link import link as link_module
+from hvdlite.common.driver_link.frames import Newcomer, World, world_frame
+from hvdlite.common.driver_link.link import DriverLink
 from tests.elastic.fake_driver import SECRET, FakeDriver
 from tests.ranks import run_threads
 from tests.short_calls import until
@@ -176,7 +176,7 @@ def test_the_end_of_the_driver_ends_all_waits(driver: FakeDriver) -> None:
 def test_a_worker_that_waits_says_so(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hvdlite.common.membership.link.LINE_SECONDS", 0.05)
+    monkeypatch.setattr("hvdlite.common.driver_link.link.LINE_SECONDS", 0.05)
     link = connect(driver, 4)
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(link.wait_for_world()))

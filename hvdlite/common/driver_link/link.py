@@ -28,11 +28,11 @@ from hvdlite.common.connections.dial import Failure, Limits, Refused, reach
 from hvdlite.common.connections.link import Link
 from hvdlite.common.connections.loop import Loop, lasting
 from hvdlite.common.connections.prove import Party
+from hvdlite.common.driver_link import frames
+from hvdlite.common.driver_link.checks import Checks
+from hvdlite.common.driver_link.frames import Newcomer, World
+from hvdlite.common.driver_link.process_end import ProcessEnd
 from hvdlite.common.meeting import wire
-from hvdlite.common.membership import frames
-from hvdlite.common.membership.checks import Checks
-from hvdlite.common.membership.frames import Newcomer, World
-from hvdlite.common.membership.process_end import ProcessEnd
 
 CONNECT_SECONDS = 30.0  # The driver listens before it starts its first worker.
 LINE_SECONDS = 10.0  # The time between two lines of a worker that waits.

@@ -13,8 +13,8 @@ from hvdlite.common.connections.link import Arrays, Link
 from hvdlite.common.connections.listener import Listener, Refusal
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import FIRST_OWN, Claim, Party
+from hvdlite.common.driver_link import frames
 from hvdlite.common.meeting.wire import FRAME_BYTES
-from hvdlite.common.membership import frames
 
 log = logging.getLogger("hvdlite")
 

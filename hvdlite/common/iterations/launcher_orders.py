@@ -1,4 +1,4 @@
-"""Obeys the orders of the launcher in this rank (connections/orders.py), such as to show its stack.
+"""Obeys the orders of the launcher in this rank (connections/order_lines.py), as to show its stack.
 
 One thread reads them from a named pipe, and sleeps there until one comes: a rank that nobody looks
 at pays nothing. It works while the training thread hangs.
@@ -20,7 +20,7 @@ from hvdlite.common.base.report_failure import (
     tell_launcher,
 )
 from hvdlite.common.base.user_frames import main_thread_stack
-from hvdlite.common.connections.orders import (
+from hvdlite.common.connections.order_lines import (
     BEGUN,
     COUNT,
     OF_ALL,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.membership.frames import World
-from hvdlite.common.membership.link import DriverLink
+from hvdlite.common.driver_link.frames import World
+from hvdlite.common.driver_link.link import DriverLink
 from tests.elastic.fake_driver import SECRET, FakeDriver
 from tests.ranks import run_threads
 

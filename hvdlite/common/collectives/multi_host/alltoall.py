@@ -22,7 +22,7 @@ import numpy as np
 from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.between_hosts.costs import Model, bundle_is_cheaper
 from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
-from hvdlite.common.collectives.host_backends.host_slices import Inside, Layers, one_hot
+from hvdlite.common.collectives.multi_host.host_slices import Inside, Layers, one_hot
 from hvdlite.common.transport.base import Pending, Transport
 
 # The counts of an alltoall over several hosts: what each host sends to each other one.

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hvdlite.common.base.bitsets import mask_of
-from hvdlite.common.decisions.crossed import crossed
+from hvdlite.common.decisions.crossed_programs import crossed
 from hvdlite.common.requests.messages import Request
 
 Waiting = dict[str, tuple[int, ...]]  # The missing ranks by what waits.

@@ -32,9 +32,9 @@ from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.between_hosts.algorithms import Algorithm
 from hvdlite.common.collectives.between_hosts.pipeline import Pipeline
 from hvdlite.common.collectives.chained_view import Chain, even_chain, even_part
-from hvdlite.common.collectives.host_backends.backend import HostsBackend
-from hvdlite.common.collectives.host_backends.host_slices import Layers, PieceWindow
 from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.multi_host.backends import HostsBackend
+from hvdlite.common.collectives.multi_host.host_slices import Layers, PieceWindow
 from hvdlite.common.collectives.shm import ShmBackend
 
 BLOCK_PIECES = 2

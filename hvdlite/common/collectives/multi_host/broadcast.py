@@ -20,7 +20,7 @@ from hvdlite.common.collectives.base import Array
 from hvdlite.common.collectives.between_hosts.algorithms import Path
 from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
 from hvdlite.common.collectives.chained_view import Chain
-from hvdlite.common.collectives.host_backends.host_slices import Inside, Layers
+from hvdlite.common.collectives.multi_host.host_slices import Inside, Layers
 from hvdlite.common.transport.base import Pending, Transport
 
 BLOCK_BYTES = 1 << 20  # What the ranks of a host share at a time.
