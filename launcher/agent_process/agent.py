@@ -109,7 +109,8 @@ class Agent:
 
     def end(self) -> None:
         """Leave nothing on this host, however the agent ends."""
-        self._signal_all(signal.SIGKILL)
+        for rank in self._ranks.values():
+            rank.end_group()
         self.folder.remove()
         system.tidy()
 
@@ -187,6 +188,7 @@ class Agent:
                 self._report_events()
                 if self._relay is not None:
                     self._relay.finish(number)
+                if self._relay is not None or rank.code == 0:
                     rank.end_group()
                 self.folder.begin_answer(number)
         while self.channel.queued_bytes < MUCH_BYTES:
@@ -265,6 +267,8 @@ class Agent:
         except ConfigError as error:  # Of an elastic job, whose slots are not checked before.
             self.channel.send("unable", number, str(error))
             return
+        if (before := self._number_of.get(rank["rank"])) is not None:
+            self._ranks[before].end_group()  # What its children do would disturb the next one.
         process = system.RankProcess(
             rank["command"], environ, self.loop, output,
             cores=self._variables.cores_of(rank), terminals=rank["terminals"],

@@ -169,12 +169,14 @@ class RankProcess(Child):
             signal_group(self.pid, number)
 
     def end_group(self) -> None:
-        """Kill the children of a process that has failed; nothing is signalled any more.
+        """Kill the process, or the children of one that has failed; nothing is signalled any more.
 
-        Its number may be that of another process later.
+        Its number may be that of another process from now on.
         """
         self.signal(signal.SIGKILL)
-        self.pid = 0
+        if self.pid:
+            self.pid = 0
+            self._process.poll()
 
 
 # The environment of the ranks of one host, as its agent completes it there.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,8 +129,6 @@ class ClusterProcesses:
         self._job.say(
             f"{process.name} was killed by {name}: it is started again ({count}, --ps-restarts)"
         )
-        # What its children do would disturb the next one.
-        process.agent.send("signal", int(signal.SIGKILL), [process.number])
         del self._processes[process.number]
         process.number, self._next_number = self._next_number, self._next_number + 1
         self._processes[process.number] = process

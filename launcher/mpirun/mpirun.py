@@ -217,8 +217,9 @@ class MpirunJob(FixedJob):
         """Signal the ranks of this host and their child processes; mpirun reaches the others."""
         heard = self.first_failure
         for rank in heard.here:
-            if heard.codes.get(rank) != 0:
-                shell = heard.started[rank]
+            shell, code = heard.started[rank], heard.codes.get(rank)
+            # A process that has the number of a shell that has ended is another one.
+            if code is None or (code and not _exists(shell)):
                 # Each mpirun gives a rank's shell, and what it starts, a group of its own.
                 if shell != os.getpgrp():
                     signal_group(shell, number)
@@ -255,10 +256,10 @@ class MpirunJob(FixedJob):
         heard = self.first_failure
         if heard.closed or heard.trouble or self.ending is not None:
             self._signal_ranks(signal.SIGKILL)  # child processes that outlived their rank
-        if self.process is not None:
-            self.process.close()
         if self.process is not None and self._ended:
             kill_session(self.process.pid)  # such as an ssh that found no host
+        if self.process is not None:
+            self.process.close()
         remove_segments(self._segments)
         self.pipes.close()
         self.folders.remove()
@@ -285,7 +286,7 @@ MPI_SEGMENTS = re.compile(rb"/(sm_segment\.|vader_segment\.|osc_|mpich_shm_|Inte
 
 
 def kill_session(session: int) -> None:
-    """Kill the processes of a session whose leader has ended (Linux)."""
+    """Kill the processes of a session (Linux)."""
     for process in _processes():
         with contextlib.suppress(OSError):
             if os.getsid(process) == session:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from subprocess import DEVNULL, PIPE
@@ -19,6 +20,7 @@ READ_BYTES = 1 << 16
 DRAIN_BYTES = 1 << 20  # At most so much is read after its end: its children may go on.
 MOST_SAID_BYTES = 1 << 16  # What is said on standard error later is dropped.
 EXIT_SECONDS = 0.5  # How long a process that has closed its output may take to end.
+POLL_SECONDS = 0.002  # Between two looks whether a process has ended.
 
 
 class Child:
@@ -26,7 +28,8 @@ class Child:
 
     Nothing is read from a stream that is not one of `reads`. `streams` are its standard input,
     output and error as `subprocess` has them, `death_signal` is for when we are killed, and `cores`
-    are those to which it is bound.
+    are those to which it is bound. Until `close`, its number is that of no other process, group or
+    session: it is not reaped before.
     """
 
     def __init__(
@@ -106,28 +109,40 @@ class Child:
 
     def signal(self, number: int) -> None:
         if self.code is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     # -- its end
 
     @property
     def code(self) -> int | None:
         """Its exit code, or minus the signal that ended it; None while it runs."""
+        return self._look(os.WNOHANG)
+
+    def _look(self, options: int) -> int | None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: nothing is kept.
+                end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | options)
+                if end is None:
+                    return None
+                return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         return self._process.poll()
 
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, at most `seconds`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, seconds))
+        end = time.monotonic() + seconds
+        while self.code is None and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
         """Kill it where it still runs, and wait for its end."""
         self.signal(signal.SIGKILL)
-        self._process.wait()
+        self._look(0)
 
     def close(self) -> None:
         """Kill it where it still runs, and close its streams."""
         self.kill()
+        self._process.poll()
         self.pause()
         self._pipes.clear()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):

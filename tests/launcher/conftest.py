@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,3 +52,23 @@ def by_value(request: pytest.FixtureRequest) -> Iterator[None]:
 def site(tmp_path: Path) -> Site:
     """Return this host, with an empty folder."""
     return OneHost(tmp_path)
+
+
+@pytest.fixture
+def signalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Return the process groups that are signalled; none may be empty, as its number is free."""
+    groups: list[int] = []
+    stale: list[int] = []
+    signal_group = os.killpg
+
+    def note(group: int, number: int) -> None:
+        groups.append(group)
+        try:
+            signal_group(group, number)
+        except ProcessLookupError:
+            stale.append(group)
+            raise
+
+    monkeypatch.setattr(os, "killpg", note)
+    yield groups
+    assert stale == []

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgpack
 import pytest
@@ -295,22 +296,72 @@ def test_a_rank_that_leaves_while_the_answer_is_under_way(again: bool) -> None:
     assert all(job.answers[f"c{rank}"] == [expected] for rank in range(4))
 
 
-def test_an_agent_that_is_told_to_end_before_its_job() -> None:
+@contextlib.contextmanager
+def running_agent() -> Iterator[tuple[Agent, End]]:
+    """Yield an agent of this process that has said hello, and the launcher's end."""
     end = End(PROLOGUE)
     with SignalInbox() as signals:
         agent = Agent(end.peer_read, end.peer_write, signals)
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
             agent.begin()
-            agent.turn()
-            end.channel.send("job", {"directory": ".", "elastic": True})
-            end.run()
-            agent.loop.run_once(5.0)
-            end.run()
+            yield agent, end
         finally:
             agent.channel.close()
             agent.end()
+            agent.loop.close()
             end.peer_read = end.peer_write = -1
             end.close()
+
+
+def test_an_agent_that_is_told_to_end_before_its_job() -> None:
+    with running_agent() as (agent, end):
+        os.kill(os.getpid(), signal.SIGTERM)
+        agent.turn()
+        end.channel.send("job", {"directory": ".", "elastic": True})
+        end.run()
+        agent.loop.run_once(5.0)
+        end.run()
     assert [kind for kind, _ in end.heard] == ["hello", "refused"]
     assert end.heard[1][1] == ["got a signal to end before the job began"]
+
+
+JOB = {
+    "directory": ".", "call": None, "silence_seconds": 0.0, "inherit": True, "variables": {},
+    "elastic": False, "rendezvous": "", "secret": "s", "host": "a", "ranks": [0, 1], "size": 2,
+    "token": "t", "bind": False,
+}  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+def test_numbers_of_processes_that_have_ended_are_not_signalled(
+    signalled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither that of a server that was started again, nor those of ranks without children."""
+    monkeypatch.setattr("hvdlite.launcher.agent_process.agent.HostMeeting", MagicMock())
+    with running_agent() as (agent, end):
+
+        def tell(kind: str, *fields: Any, until: str, count: int) -> list[list[Any]]:
+            end.channel.send(kind, *fields)
+            while len(heard := [each for name, each in end.heard if name == until]) < count:
+                end.loop.run_once(0.01)
+                agent.loop.run_once(0.01)
+                agent.turn()
+            return heard
+
+        def start(number: int, rank: int, script: str) -> None:
+            tell("start", number, {
+                "rank": rank, "local_rank": 0, "variables": {}, "terminals": {},
+                "command": ["/bin/sh", "-c", script],
+            }, until="started", count=number + 1)  # fmt: skip
+
+        tell("job", JOB, until="ready", count=1)
+        start(0, 0, "exit 0")
+        start(1, 1, "exit 3")
+        start(2, 2, "sleep 1000 & kill -9 $$")
+        tell("count", until="exit", count=3)
+        start(3, 2, "exec sleep 1000")
+        pids = [fields[1] for name, fields in end.heard if name == "started"]
+        assert signalled == [pids[2]]
+        codes = dict(tell("signal", int(signal.SIGTERM), [], until="exit", count=4))
+    assert codes == {0: 0, 1: 3, 2: -signal.SIGKILL, 3: -signal.SIGTERM}
+    assert pids[3] in signalled and pids[0] not in signalled and signalled.count(pids[2]) == 1

@@ -108,6 +108,14 @@ def test_one_that_hangs_is_killed_with_its_children_and_asked_again(ask, tmp_pat
     assert "not ended" in asked.ask(runs + 1)
 
 
+def test_the_group_of_a_script_without_children_is_not_empty(  # type: ignore[no-untyped-def]
+    ask, signalled: list[int]
+) -> None:
+    """When it is signalled: else its number may be that of others."""
+    assert ask("echo a:1").ask() == {"a": 1}
+    assert len(signalled) == 1
+
+
 def test_children_that_go_on_do_not_hold_it_up(ask) -> None:  # type: ignore[no-untyped-def]
     asked = ask("sleep 1000 & echo a:1")
     begin = time.monotonic()

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.mpirun.mpirun import remove_segments, segments_of
+from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.mpirun import mpirun
+from hvdlite.launcher.mpirun.mpi import OPENMPI, Mpi
+from hvdlite.launcher.mpirun.mpirun import MpirunJob, remove_segments, segments_of
 from tests.launcher.jobs import RANK, launch, start, wait_until_up
 from tests.parallel.jobs import environment
 
@@ -103,3 +106,23 @@ def test_without_a_home_ranks_get_the_folder_of_the_job(tmp_path: Path) -> None:
     assert home.startswith(f"{tmp_path}/hvdlite-run-")
     assert home.endswith(" True")
     assert os.listdir(tmp_path) == []
+
+
+def test_numbers_that_may_be_those_of_others_are_not_signalled(
+    signalled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a shell that has ended, and of an mpirun that was waited for."""
+    options = LaunchOptions(num_proc=1, command=("true",), variables={}, start_timeout_seconds=30.0)
+    job = MpirunJob(options, os.environ, Mpi(OPENMPI, "mpirun", "MPI", 5))
+    sessions: list[bool] = []
+    monkeypatch.setattr(job, "command_line", lambda: ["/bin/sh", "-c", "exit 3"])
+    monkeypatch.setattr(
+        mpirun, "kill_session", lambda pid: sessions.append(os.path.exists(f"/proc/{pid}"))
+    )
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as other:
+        job.first_failure.receive("start", 0, [str(other.pid), "here"])
+        job.first_failure.receive("exit", 0, ["3"])
+        job.begin_end()
+        assert job.run().code == 3
+        other.kill()
+    assert (sessions, signalled) == ([True], [])

@@ -130,7 +130,9 @@ class Worker:
             self._job.world.after(pause, end)
 
     def end_group(self) -> None:
-        """It has no children."""
+        """End; it has no children."""
+        if self.lives:
+            self.signal(signal.SIGKILL)
         self.pid = 0
 
     def drain(self) -> None:
