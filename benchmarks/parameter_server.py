@@ -4,7 +4,7 @@
                                               # which takes less than 90 seconds
     python benchmarks/parameter_server.py --quick
 
-Needs the extras ps, torch and test (for the part "hosts": root, iproute2 and tc, else it is left
+Needs the extras torch and test (for the part "hosts": root, iproute2 and tc, else it is left
 out). Every part starts clusters of processes on this machine:
 
 - step: a step of 97.5 MiB (ResNet-50, SGD) with 2 workers and 1 server, in sync, through shared

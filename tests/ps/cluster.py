@@ -67,7 +67,7 @@ class Cluster:
 
     def __init__(
         self, folder: Path, servers: int, workers: int, *, every: int = 0,
-        updater: Callable[[], Updater] = Momentum, curve: bool = False,
+        updater: Callable[[], Updater] = Momentum, tls: bool = False,
         updater_of: Callable[[TableDescription], Updater] | None = None, **words: Any,
     ) -> None:  # fmt: skip
         words = {"independent": True, "worker_seconds": 30.0, "server_seconds": 30.0, **words}
@@ -76,7 +76,7 @@ class Cluster:
         self._updater_of = updater_of  # Instead of `updater`.
         self.settings = ClusterSettings(
             WORKER, "127.0.0.1:0", servers, workers, token=b"a secret", independent=True,
-            curve=curve, start_seconds=30.0, server_seconds=30.0,
+            tls=tls, start_seconds=30.0, server_seconds=30.0,
             snapshots=str(folder / "snapshots") if every else "", snapshot_every=every or 1,
         )  # fmt: skip
         self._port = 0
@@ -97,7 +97,7 @@ class Cluster:
         def body(ended: Callable[[], bool]) -> None:
             words = self.settings
             listener = Listener(
-                Address("127.0.0.1", self._port), SCHEDULER, words.token, encrypted=words.curve,
+                Address("127.0.0.1", self._port), SCHEDULER, words.token, encrypted=words.tls,
                 carries=False,
             )  # fmt: skip
             self._port = int(listener.address.rpartition(":")[2])

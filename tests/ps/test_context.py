@@ -80,6 +80,7 @@ def test_a_process_without_a_role_is_in_no_cluster() -> None:
         ({"HVDLITE_SCHEDULER": ""}, "HVDLITE_SCHEDULER=: give the scheduler's host"),
         ({"HVDLITE_SCHEDULER": "node1"}, "HVDLITE_SCHEDULER=node1: give the scheduler's host"),
         ({"HVDLITE_SCHEDULER": "", "MS_SCHED_HOST": "n", "MS_SCHED_PORT": "0"}, "MS_SCHED_PORT=0"),
+        ({"HVDLITE_PS_CURVE": "1"}, "HVDLITE_PS_CURVE is called HVDLITE_PS_TLS now"),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, str], said: str) -> None:

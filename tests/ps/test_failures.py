@@ -508,7 +508,7 @@ def test_a_surplus_worker_is_refused(new_cluster: NewCluster) -> None:
 
 
 def test_all_is_encrypted_with_keys_from_the_token(new_cluster: NewCluster) -> None:
-    _, trainer = with_one(new_cluster, 1, 5, curve=True)
+    _, trainer = with_one(new_cluster, 1, 5, tls=True)
     assert bits(trainer.values) == train_in_one(5, lambda _step: [0])
 
 
@@ -516,10 +516,10 @@ def test_all_is_encrypted_with_keys_from_the_token(new_cluster: NewCluster) -> N
 def test_who_is_never_answered_hears_what_may_be_wrong(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
-    cluster, _ = with_one(new_cluster, 1, curve=encrypted)
+    cluster, _ = with_one(new_cluster, 1, tls=encrypted)
     monkeypatch.setattr("hvdlite.ps.worker.worker.ANSWER_SECONDS", 0.2)
-    with pytest.raises(HorovodInternalError, match="the same HVDLITE_PS_CURVE and HVDLITE_PS_TO"):
-        cluster.worker("stranger", start_seconds=0.1, curve=not encrypted)
+    with pytest.raises(HorovodInternalError, match="the same HVDLITE_PS_TLS and HVDLITE_PS_TO"):
+        cluster.worker("stranger", start_seconds=0.1, tls=not encrypted)
 
 
 def test_a_table_that_differs_fails_in_that_worker_alone(

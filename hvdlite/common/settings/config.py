@@ -423,7 +423,7 @@ OF_A_JOB = (
     "RENDEZVOUS", "RENDEZVOUS_SERVER", "SECRET", "INCARNATION", "ELASTIC", "ELASTIC_DRIVER",
     "WORKER", "RANK_PROCESS", "SPARK_DEVICES",
     "ROLE", "SCHEDULER", "NUM_SERVERS", "NUM_WORKERS", "NODE_ID", "NODE_NUMBER", "PS_TOKEN",
-    "PS_CURVE", "PS_JOIN",
+    "PS_TLS", "PS_CURVE", "PS_JOIN",
 )  # fmt: skip
 # Beginnings of names that the launcher and tests give, without the prefix.
 RESERVED = ("LAUNCHER_", "TEST_")

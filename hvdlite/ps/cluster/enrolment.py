@@ -69,7 +69,7 @@ class Enrolment:
                 hint = (
                     f"nothing was said to it, since it is not reached ({trouble}). Is it running, "
                     "is HVDLITE_SCHEDULER right, does another program have its port, and do all "
-                    "processes have the same HVDLITE_PS_CURVE and HVDLITE_PS_TOKEN?"
+                    "processes have the same HVDLITE_PS_TLS and HVDLITE_PS_TOKEN?"
                 )
             raise HorovodInternalError(
                 f"the scheduler at {self._settings.scheduler} (HVDLITE_SCHEDULER) has not let this "

@@ -45,7 +45,7 @@ class ClusterSettings:
     node_id: str = ""  # By which it is known again; empty: it never comes again.
     token: bytes = b""
     independent: bool = False  # Workers are no ranks of a job: they may be lost, come and leave.
-    curve: bool = False  # All that is sent is encrypted, with keys from the token.
+    tls: bool = False  # All that is sent is encrypted, with keys from the token.
     start_seconds: float = START_SECONDS  # Until all have come.
     server_seconds: float = 300.0  # For which a server may be silent.
     worker_seconds: float = 30.0  # For which an independent worker may be silent.
@@ -69,10 +69,12 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         return None
     if role not in _ROLES:
         raise ConfigError(f"{name}={role}: give scheduler, server or worker")
-    curve = _flag(environ, "HVDLITE_PS_CURVE", "encrypt all that is sent")
-    if curve and not environ.get("HVDLITE_PS_TOKEN"):
+    if "HVDLITE_PS_CURVE" in environ:  # Else all would go in the clear without a word.
+        raise ConfigError("HVDLITE_PS_CURVE is called HVDLITE_PS_TLS now: set that instead")
+    tls = _flag(environ, "HVDLITE_PS_TLS", "encrypt all that is sent")
+    if tls and not environ.get("HVDLITE_PS_TOKEN"):
         raise ConfigError(
-            "HVDLITE_PS_CURVE=1 makes keys of HVDLITE_PS_TOKEN, which is not set: give all "
+            "HVDLITE_PS_TLS=1 makes keys of HVDLITE_PS_TOKEN, which is not set: give all "
             "processes the same"
         )
     scheduler = _scheduler(environ)
@@ -93,7 +95,7 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         node_id=_find(environ, "node_id")[1],
         token=environ.get("HVDLITE_PS_TOKEN", "").encode(),
         independent=kind == "independent",
-        curve=curve,
+        tls=tls,
         number=int(number) if number else None,
         joins=_flag(environ, "HVDLITE_PS_JOIN", "join a job that runs"),
         **_from_config(environ),

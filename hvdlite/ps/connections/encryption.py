@@ -40,7 +40,7 @@ def certificate(token: bytes) -> tuple[str, str]:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     except ImportError as error:
         raise ConfigError(
-            f"HVDLITE_PS_CURVE=1 needs a package that is not there ({error}): "
+            f"HVDLITE_PS_TLS=1 needs a package that is not there ({error}): "
             "pip install 'hvdlite[ps]'"
         ) from error
     key = Ed25519PrivateKey.from_private_bytes(proof(token, PURPOSE, b"", b""))

@@ -52,7 +52,7 @@ def run_scheduler(settings: ClusterSettings) -> None:
 
 
 def _listen(address: Address, settings: ClusterSettings) -> Listener:
-    return Listener(address, SCHEDULER, settings.token, encrypted=settings.curve, carries=False)
+    return Listener(address, SCHEDULER, settings.token, encrypted=settings.tls, carries=False)
 
 
 class HostedScheduler:

@@ -46,11 +46,11 @@ def run_server(
         Address(_own_address(settings).strip("[]")),
         SERVER,
         settings.token,
-        encrypted=settings.curve,
+        encrypted=settings.tls,
     )
     listener.open_memory()
     identity = name_of(SERVER, settings.node_id)
-    client = Client(identity, settings.token, encrypted=settings.curve)
+    client = Client(identity, settings.token, encrypted=settings.tls)
     news: dict[str, Any] = {}
     client.on_failure = lambda error: news.update(client_failure=str(error))
     enrolment = Enrolment(

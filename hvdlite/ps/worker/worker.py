@@ -42,7 +42,7 @@ class Worker:
         self._client = Client(
             name_of(WORKER, settings.node_id or str(number)),
             settings.token,
-            encrypted=settings.curve,
+            encrypted=settings.tls,
         )
         self._servers: dict[int, ServerLink] = {}
         self._silence_seconds = settings.server_seconds
