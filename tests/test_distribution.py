@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_SECONDS
 from tests.wheel import ROOT
 
 pytest.importorskip("xdist", reason="the extra 'test' is not installed")
@@ -32,7 +33,7 @@ def test_each_test_ends_once_where_workers_die(tmp_path: Path) -> None:
             *(sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.distribution", "-n", "2"),
             *("--dist", "loadscope", "-c", os.devnull, f"--rootdir={tmp_path}", str(tmp_path)),
         ],
-        check=False, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100,
+        check=False, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=HANG_SECONDS,
     )  # fmt: skip
     assert "3 failed, 4 passed" in done.stdout, done.stdout + done.stderr
     for name in ("dies_1", "dies_alone_0", "dies_last_1"):

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.limits import HANG_SECONDS
+
 ROOT = Path(__file__).parent.parent
 # Packages that lie elsewhere than in the wheel: `package-dir` of pyproject.toml.
 MOVED = {"launcher/": "hvdlite/launcher/"}
@@ -64,7 +66,7 @@ def build(kind: str, source: Path, folder: Path, **variables: str) -> Path:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +99,7 @@ def auditwheel(*words: str) -> str:
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
     if done.returncode != 0:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_SECONDS
+
 ROOT = Path(__file__).parent.parent.parent
 DOCKERFILE = ROOT / "deploy" / "kubernetes" / "Dockerfile"
 
@@ -17,7 +19,7 @@ DOCKERFILE = ROOT / "deploy" / "kubernetes" / "Dockerfile"
 def test_hadolint_finds_nothing(tmp_path: Path) -> None:
     def found(path: Path) -> str:
         done = subprocess.run(
-            ["hadolint", path], capture_output=True, text=True, timeout=60, check=False
+            ["hadolint", path], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
         )
         return done.stdout + done.stderr
 

@@ -25,6 +25,7 @@ from hvdlite.launcher.elastic.horovod_types import (
     SlotInfo,
 )
 from tests.launcher.jobs import executable
+from tests.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.timeout(120)
 MakeDriver = Callable[..., ElasticDriver]
@@ -423,6 +424,10 @@ def test_names_of_horovod() -> None:
         "assert settings.ElasticSettings(1, 2, 3, 4, 5, verbose=1).verbose == 1\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.launcher import RemoteError, function_rank
 from tests.forks import set_signals
+from tests.limits import HANG_SECONDS
 from tests.parallel.jobs import environment
 
 pytestmark = pytest.mark.usefixtures("forked", "by_value")
@@ -187,7 +188,7 @@ def test_functions_of_a_script_and_modules_beside_it(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(tmp_path / "main.py")], env=environment(), cwd="/",
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert done.stdout == "[(42, '__main__'), (42, '__main__')]\n", done.stderr
 
@@ -205,6 +206,6 @@ def test_ctrl_c_is_a_keyboard_interrupt() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True,
-        timeout=60, check=False, preexec_fn=set_signals,
+        timeout=HANG_SECONDS, check=False, preexec_fn=set_signals,
     )  # fmt: skip
     assert done.stdout == "interrupted\n", done.stderr

@@ -14,6 +14,7 @@ import pytest
 from hvdlite.launcher.hosts.host_report import Address, Attempt, Facts, HostReport
 from hvdlite.launcher.hosts.probe import OTHER_HOST, try_all
 from hvdlite.launcher.hosts.ssh import explain_agent, explain_silence
+from tests.limits import HANG_SECONDS
 
 PACKAGES = {"numpy": "2.0", "mpi4py": "4.1.0"}
 
@@ -205,6 +206,10 @@ finally:
     probe.close()
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted None\n", "", 0)

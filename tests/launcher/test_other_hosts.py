@@ -12,6 +12,7 @@ import pytest
 
 from tests.launcher.jobs import IMPATIENT, RANK, executable, start, wait_until_up
 from tests.launcher.mpirun import with_openmpi
+from tests.limits import HANG_SECONDS
 
 # Called instead of ssh: AGENT HOST COMMAND. There, the launcher's directory does not exist.
 AGENT = """\
@@ -46,7 +47,7 @@ def test_output_environment_and_place(words: tuple[str, ...]) -> None:
     script = f"print('out', rank, *map(os.environ.get, {names})); "
     script += "sys.stderr.write(f'no end {rank}')"
     with start(*words, RANK + script, MINE="x") as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_SECONDS)
     places = ("0 1 0 2", "0 2 1 2", "1 2 0 1")
     said = [f"[{rank}]<stdout>:out {rank} x {place}" for rank, place in enumerate(places)]
     assert sorted(out.splitlines()) == said
@@ -66,7 +67,7 @@ def test_a_failure_there_ends_the_job(
 ) -> None:
     script = f"sys.stderr.write('last\\n')\nif rank == 2: {end}\ntime.sleep(600)"
     with start(*words, RANK + script, program=IMPATIENT) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == code
     assert f"hvdlite-run: {sentence}" in err
     assert "[2]<stderr>:last\n" in err
@@ -82,7 +83,7 @@ def test_a_rank_there_says_that_it_is_only_a_victim(words: tuple[str, ...]) -> N
         "if rank == 1: raise ValueError('it was me')\n"
     )
     with start(*words, RANK + script) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_SECONDS)
     lines = err.splitlines()
     assert lines[-1].startswith("hvdlite-run: rank 1 failed: ValueError: it was me (exit code 1)")
     assert [line for line in lines if line.startswith("[2]")] == [

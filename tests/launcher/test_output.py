@@ -21,6 +21,7 @@ from hvdlite.launcher.processes.error_text import last_exception
 from hvdlite.launcher.processes.output import Output
 from tests.forks import NUMPY, forks
 from tests.launcher.jobs import LAUNCHER, launch
+from tests.limits import HANG_SECONDS
 from tests.parallel.jobs import environment
 
 
@@ -252,7 +253,7 @@ def test_a_pipe_that_does_not_block_gets_every_byte(unbuffered: str) -> None:
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         data = pipe.read()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, b"")
     assert len(data) == MANY_BYTES
     assert data.count(b"end\n") == 2
@@ -268,7 +269,7 @@ def test_streams_that_are_closed_are_empty(launcher: str, closed: str, tmp_path:
     words = ["-np", "2", "--output-filename", str(tmp_path), sys.executable, "-c", script]
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *LAUNCHER, *words],
-        env=environment(), capture_output=True, text=True, timeout=60, check=False,
+        env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 5
     assert done.stdout.count(":out\n") == (0 if " >&-" in f" {closed}" else 2)
@@ -299,7 +300,7 @@ def test_a_full_disk_behind_standard_output_is_said_once() -> None:
             [*LAUNCHER, "-np", "2", "sh", "-c", "echo one; sleep 0.1; echo two"],
             env=environment(), stdout=full, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
     assert err.count("cannot write to stdout, and goes on without") == 1
 

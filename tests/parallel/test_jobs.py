@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import NUMPY
+from tests.limits import HANG_SECONDS
 from tests.parallel.hosts import two_hosts
 from tests.parallel.jobs import (
     MPI,
@@ -195,4 +196,6 @@ def test_without_a_launcher_a_script_is_a_job_of_one_rank() -> None:
         "assert hvd.allreduce(np.full(2, 3), op=hvd.Sum).tolist() == [3, 3]\n"
         "assert 'mpi4py' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", script], env=environment(), check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", script], env=environment(), check=True, timeout=HANG_SECONDS
+    )

@@ -19,6 +19,7 @@ from hvdlite.common.collectives.native import kernel
 from hvdlite.common.collectives.native import library as native_library
 from hvdlite.common.collectives.native.compiler import COMPILERS, find_compiler
 from tests.compilers import quick_compiler
+from tests.limits import HANG_SECONDS
 from tests.parallel.jobs import clean_environment
 from tests.wheel import ROOT
 
@@ -53,7 +54,7 @@ def install(wheel: Path, folder: Path) -> Path:
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=60)
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=HANG_SECONDS)
     return python
 
 

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
+from tests.limits import HANG_SECONDS
 from tests.test_public_api import TF_FILE, golden, signatures, unexplained
 
 HOROVOD = [
@@ -83,7 +84,7 @@ def test_keras_is_left_alone_until_it_is_needed() -> None:
         "before = set(sys.modules); import hvdlite.tf;"
         "sys.exit(any(name.startswith('keras') for name in set(sys.modules) - before))"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_SECONDS)
 
 
 def test_every_argument_is_explained() -> None:

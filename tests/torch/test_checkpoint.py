@@ -13,6 +13,7 @@ import torch
 
 import hvdlite.numpy as numpy_hvd
 import hvdlite.torch as hvd
+from tests.limits import HANG_SECONDS
 from tests.ranks import run_ranks
 from tests.torch.sharded_training import Counting
 
@@ -135,7 +136,7 @@ def test_a_fresh_process_imports_little_and_loads_bfloat16(tmp_path: Path) -> No
     """Of groups it knows the name; numpy has the type from a package that nobody imported."""
     hvd.checkpoint.save(tmp_path / "it", {"w": torch.full((3,), 2.5, dtype=torch.bfloat16)})
     command = [sys.executable, "-W", "ignore", "-c", FRESH, str(tmp_path / "it")]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=HANG_SECONDS)
 
 
 class Wrapped:

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.limits import HANG_SECONDS
+
 PROGRAM = """
 import resource
 import numpy as np
@@ -34,6 +36,8 @@ def test_pages_are_kept_unless_the_user_has_chosen(nbytes: int, chosen: str | No
     environ = others | ({} if chosen is None else {"MALLOC_TRIM_THRESHOLD_": chosen})
     environ.pop("GLIBC_TUNABLES", None)
     command = [sys.executable, "-c", PROGRAM.replace("NBYTES", str(nbytes))]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=60)
+    done = subprocess.run(
+        command, env=environ, stdout=subprocess.PIPE, check=True, timeout=HANG_SECONDS
+    )
     pages = (16 * 2 << 20) // os.sysconf("SC_PAGESIZE")
     assert (int(done.stdout) < pages // 10) == (chosen is None), (done.stdout, pages)

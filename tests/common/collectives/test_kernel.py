@@ -25,6 +25,7 @@ from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.backends import all_members, quiet, run_on_transports, wide_dtype
 from tests.compilers import Compiler
+from tests.limits import HANG_SECONDS
 from tests.wheel import cross_compiler
 
 pytestmark = pytest.mark.timeout(240)
@@ -293,14 +294,14 @@ def test_aarch64_gives_the_same_bits(aarch64_wheel: Path, tmp_path: Path) -> Non
     (variant,) = kernel.VARIANTS["aarch64"]
     source, program = Path(__file__).with_name("kernel_sums.cc"), tmp_path / "sums"
     command = [cross_compiler("aarch64"), *variant.flags, "-I", kernel.FOLDER, source, "-ldl"]
-    subprocess.run([*command, "-o", program], check=True, timeout=60)
+    subprocess.run([*command, "-o", program], check=True, timeout=HANG_SECONDS)
     for dtype in FLOATS:
         for members in (2, 3):
             parts = hard_numbers(dtype, members, 5001)
             run = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", program, shared, dtype]
             run += [str(parts[0].nbytes), str(parts.itemsize), str(members), "0.7", str(1 / 3)]
             done = subprocess.run(
-                run, input=parts.tobytes(), capture_output=True, timeout=60, check=False
+                run, input=parts.tobytes(), capture_output=True, timeout=HANG_SECONDS, check=False
             )
             assert done.returncode == 0, done.stderr
             result = np.frombuffer(done.stdout, parts.dtype)

@@ -21,6 +21,7 @@ from hvdlite.common.tensors.adapter import numpy_dtype
 from hvdlite.common.transport.base import Transport
 from tests.backends import all_members, quiet, run_on_transports
 from tests.common.collectives.test_native_shm import found
+from tests.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.timeout(240)
 PERIOD = 256  # rounds from one trial of a member to its next one
@@ -39,12 +40,16 @@ def fill(tmp_path_factory: pytest.TempPathFactory) -> Fill:
     source = Path(__file__).with_name("slot_stores.cc")
     program = tmp_path_factory.mktemp("stores") / "slot_stores"
     flags = ("-std=c++17", "-w", "-I", str(kernel.FOLDER))
-    subprocess.run([*compiler, *flags, source, "-o", program], check=True, timeout=60)
+    subprocess.run([*compiler, *flags, source, "-o", program], check=True, timeout=HANG_SECONDS)
 
     def run(*stages: tuple[int, int, int], turn: int = 0) -> list[str]:
         words = [str(number) for stage in stages for number in stage]
         done = subprocess.run(
-            [program, str(turn), *words], capture_output=True, text=True, timeout=60, check=True
+            [program, str(turn), *words],
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
+            check=True,
         )
         return done.stdout.split()
 

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.limits import HANG_SECONDS
+
 pytestmark = pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
 
 PROGRAM = """
@@ -47,4 +49,4 @@ def test_named_shardings_are_layouts() -> None:
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, "-c", PROGRAM]
-    subprocess.run(command, env=environment, check=True, timeout=60)
+    subprocess.run(command, env=environment, check=True, timeout=HANG_SECONDS)

@@ -26,6 +26,7 @@ from hvdlite.common.timeline import chrome_trace as trace_module
 from hvdlite.common.timeline import recorder as timeline_module
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank
 from hvdlite.tools.timeline_reader import check, read_events
+from tests.limits import HANG_SECONDS
 from tests.ranks import run_ranks
 
 Event = dict[str, Any]
@@ -412,7 +413,7 @@ def test_a_script_that_forgets_to_close_loses_nothing(path: Path) -> None:
         "timeline = Timeline.open(sys.argv[1], 0)\n"
         "timeline.start('a', 'allreduce'); timeline.end('a', 'int8', ())\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, timeout=HANG_SECONDS)
     assert check(load(path)).collectives == 1
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.launcher.jobs import launch
 from tests.launcher.test_run import TELL
+from tests.limits import HANG_SECONDS
 from tests.parallel.jobs import environment
 
 SCRIPT = """
@@ -49,7 +50,7 @@ AS_HOROVOD = ("-m", "hvdlite.as_horovod")
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words], env=environment(**variables), capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
 
 

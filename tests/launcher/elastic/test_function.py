@@ -14,6 +14,7 @@ import pytest
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
 from tests.launcher.jobs import executable
+from tests.limits import HANG_SECONDS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked", "by_value")]
 HOSTS = "localhost:2,127.0.0.1:2"
@@ -109,7 +110,7 @@ def test_under_the_name_horovod_its_policies_hold() -> None:
     """Commits wait for new hosts, and workers find Horovod's variables."""
     found = subprocess.run(
         [sys.executable, "-m", "hvdlite.as_horovod", "-c", AS_HOROVOD],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=HANG_SECONDS,
     )  # fmt: skip
     *error, last = found.stdout.splitlines()[-2:]
     assert last == "[('wait', True, '1', '1')]"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import launch, start
+from tests.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,7 +60,7 @@ def check(words: tuple[str, ...], folder: Path, *arguments: str, wanted: str = "
     with start(*words, *flags, *command) as process:
         text = page_of(process, wanted)
         end.touch()
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == 0, err
         assert "{" not in err, "the lines of ranks are for nobody's eyes"
     (data,) = re.findall(r'id="data">(.*?)</script>', report.read_text())
@@ -146,7 +147,7 @@ def test_a_rank_with_a_slow_data_loader_is_named(tmp_path: Path) -> None:
         said = r"hvdlite-run: rank 1 \(host .*makes the others wait .*its data takes \d+ ms, theirs"
         assert any(re.match(said, line) for line in process.stderr)
         end.touch()
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANG_SECONDS)
 
 
 def test_flags_that_contradict() -> None:

@@ -16,6 +16,7 @@ from hvdlite.launcher.mpirun import mpirun
 from hvdlite.launcher.mpirun.mpi import OPENMPI, Mpi
 from hvdlite.launcher.mpirun.mpirun import MpirunJob, remove_segments, segments_of
 from tests.launcher.jobs import RANK, launch, start, wait_until_up
+from tests.limits import HANG_SECONDS
 from tests.parallel.jobs import environment
 
 pytestmark = [
@@ -99,7 +100,7 @@ def test_without_a_home_ranks_get_the_folder_of_the_job(tmp_path: Path) -> None:
     environ.pop("HOME", None)
     done = subprocess.run(
         [sys.executable, "-c", NOBODY], env=environ, cwd=tmp_path, capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (home,) = {line.partition(":")[2] for line in done.stdout.splitlines()}

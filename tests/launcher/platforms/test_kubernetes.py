@@ -26,6 +26,7 @@ from hvdlite.launcher.platforms.kubernetes import (
 from hvdlite.launcher.processes.signals import SignalInbox
 from tests.launcher.jobs import launch, start
 from tests.launcher.mpirun.test_commands import MPICH, OMPI4, OMPI5
+from tests.limits import HANG_SECONDS
 
 # What the operators set in a launcher pod, for each value of mpiImplementation.
 OPENMPI_POD = {
@@ -234,6 +235,6 @@ def test_a_launcher_pod_that_is_deleted_while_it_waits_ends(hostfile: Path) -> N
             if "waiting up to" in line:
                 break
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
     assert err.endswith("hvdlite-run: ended by SIGTERM\n")

@@ -13,6 +13,7 @@ from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.options import LaunchOptions, resolve
 from tests.launcher.jobs import start
 from tests.launcher.other_hosts import python
+from tests.limits import HANG_SECONDS
 from tests.ports import free_port
 
 # As Trainer 2 sets them in the pods of a runtime with a torch policy.
@@ -87,7 +88,7 @@ def test_the_ranks_of_two_pods_meet(tmp_path: Path, secret: str) -> None:
         for index in ("1", "0"):
             words = (*logs, "--torchrun-env", *python(SCRIPT))
             pods.append(stack.enter_context(start(*words, **{**both, "PET_NODE_RANK": index})))
-        printed = [pod.communicate(timeout=60) for pod in pods]
+        printed = [pod.communicate(timeout=HANG_SECONDS) for pod in pods]
     lines = sorted(line for out, _ in printed for line in out.splitlines())
     assert lines == [
         f"[{rank}]<stdout>:at {rank} 4 {rank} 4 10.0 10.0 10.0 {rank} 4 127.0.0.1 {port}"
@@ -100,6 +101,6 @@ def test_the_ranks_of_two_pods_meet(tmp_path: Path, secret: str) -> None:
 
 def test_the_rank_that_fails_is_named_by_its_number_in_the_job() -> None:
     with start(*python("sys.exit(7 * (rank == 3))"), **POD) as pod:
-        _, err = pod.communicate(timeout=60)
+        _, err = pod.communicate(timeout=HANG_SECONDS)
     assert pod.returncode == 7
     assert "rank 3 failed with exit code 7" in err

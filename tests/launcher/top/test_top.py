@@ -18,6 +18,7 @@ from hvdlite.launcher.top import cli
 from tests.launcher.jobs import MARK, processes, start
 from tests.launcher.top import shell
 from tests.launcher.top.terminal import Terminal, terminal
+from tests.limits import HANG_SECONDS
 from tests.parallel.jobs import environment
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,7 +54,7 @@ def top(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run hvdlite-top, and leave out what it says of other tests' jobs that do not answer."""
     done = subprocess.run(
         [*TOP, *words], env=environment(XDG_RUNTIME_DIR=str(folder), COLUMNS="140"), text=True,
-        capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+        capture_output=True, timeout=HANG_SECONDS, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     lines = done.stderr.splitlines(keepends=True)
     done.stderr = "".join(each for each in lines if "the job at /tmp/hvdlite-" not in each)
@@ -89,7 +90,7 @@ def test_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             screen.wait_for("the job of process [0-9]+ has ended")
             assert screen.wait() == 0
             assert screen.is_usual()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_SECONDS)
         assert (process.returncode, out, err) == (0, "", ""), "nobody who looks leaves a trace"
     assert not folder.exists()
 

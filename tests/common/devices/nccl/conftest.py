@@ -11,6 +11,7 @@ import pytest
 
 from tests.common.devices.nccl.fake import Fake
 from tests.distribution import once
+from tests.limits import HANG_SECONDS
 
 SOURCE = Path(__file__).parent / "fake_nccl.cc"
 
@@ -22,7 +23,7 @@ def compiled(directory: Path, name: str, *options: str) -> Path:
         pytest.skip("no C++ compiler")
     target = directory / name
     command = [compiler, "-std=c++17", "-O0", "-shared", "-fPIC", "-pthread", *options]
-    subprocess.run([*command, "-o", str(target), str(SOURCE)], check=True, timeout=120)
+    subprocess.run([*command, "-o", str(target), str(SOURCE)], check=True, timeout=HANG_SECONDS)
     return target
 
 

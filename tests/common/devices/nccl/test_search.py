@@ -23,6 +23,7 @@ from hvdlite.common.devices.nccl.binding import (
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from tests.common.devices.nccl.conftest import compiled
 from tests.common.devices.nccl.fake import Fake, run_members
+from tests.limits import HANG_SECONDS
 
 MISSING = Wanted("NCCL", ("libnccl_of_nobody.so.2",), "HVDLITE_NCCL_LIBRARY")
 
@@ -101,7 +102,7 @@ def trial(environ: dict[str, str]) -> tuple[int, str]:
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
     return done.returncode, done.stdout
