@@ -333,7 +333,6 @@ ACCEPTS = {
     "hvdlite.common.transport.rendezvous",
     "hvdlite.launcher.hosts.probe",
     "hvdlite.tf.data.meeting",
-    "hvdlite.torch.accelerators.store",
 }
 PROVES = {"hvdlite.common.transport.tcp.connect"}
 NO_CONNECTION = {"hvdlite.torch.elastic.state"}  # What it accepts is a state of training.

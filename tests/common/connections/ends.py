@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from hvdlite.common.connections import prove
@@ -12,7 +13,7 @@ from hvdlite.common.connections.address import Target
 from hvdlite.common.connections.dial import Dial, Failure, Limits
 from hvdlite.common.connections.listener import Listener
 from hvdlite.common.connections.loop import Loop
-from hvdlite.common.connections.prove import Party
+from hvdlite.common.connections.prove import Challenge, Claim, Party
 
 SECRET = b"the secret of the job"
 SERVER, WORKER = Party(SECRET, "server", "worker"), Party(SECRET, "worker", "server")
@@ -143,3 +144,22 @@ def is_closed(loop: Loop, connection: socket.socket) -> bool:
             pass
         return True
     return False
+
+
+def strangers_are_closed(address: tuple[str, int], party: Party) -> None:
+    """Let strangers come, all at a time; `party` is that of a member, with a secret of nobody."""
+    threads = set(threading.enumerate())
+    words = [b"", prove.MAGIC[:5], b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, None]
+    with ExitStack() as stack:
+        held = []
+        for each in words:
+            stranger = stack.enter_context(socket.create_connection(address, SECONDS))
+            challenge = Challenge.unpack(stranger.recv(prove.CHALLENGE.size, socket.MSG_WAITALL))
+            claim = prove.prove_claim(party.secret, challenge, Claim.new(party, b""))
+            stranger.sendall(claim if each is None else each)
+            held.append(stranger)
+        assert set(threading.enumerate()) <= threads
+        for stranger in held:
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass

@@ -36,6 +36,7 @@ from hvdlite.common.transport.tcp.transport import Job, TcpTransport
 Neighbours = Callable[[Topology, int], Iterable[int]]
 MACHINE_BYTES = 16
 BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
 # An address that is not ready yet, or on its way out, cannot be bound: others may do.
 NOT_READY = (errno.EADDRNOTAVAIL, errno.ENODEV)
 
@@ -213,6 +214,20 @@ def listen_remote(
             listener.close()
         raise
     return listeners
+
+
+def listen_near_and_far(wanted: Sequence[str]) -> list[tuple[Endpoint, socket.socket]]:
+    """Listen on the loopback, and where this host's ranks listen for others, on any port.
+
+    On a host without such a network, it is the loopback alone. Raises `HorovodInternalError`.
+    """
+    interfaces = list_interfaces()
+    near = [each for each in interfaces if each.up and each.address == LOOPBACK]
+    try:
+        far = choose(interfaces, wanted, one_machine=False)
+    except HorovodInternalError:
+        far = []
+    return listen_remote(list(dict.fromkeys([*near, *far])), (), 0)
 
 
 def _listen_on(interface: Interface, ports: tuple[int, ...], first: int) -> socket.socket:
