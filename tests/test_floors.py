@@ -332,7 +332,6 @@ WAITS = {
 ACCEPTS = {
     "hvdlite.common.transport.rendezvous",
     "hvdlite.launcher.hosts.probe",
-    "hvdlite.tf.data.meeting",
 }
 PROVES = {"hvdlite.common.transport.tcp.connect"}
 NO_CONNECTION = {"hvdlite.torch.elastic.state"}  # What it accepts is a state of training.

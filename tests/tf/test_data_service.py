@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from hvdlite.common.connections.prove import Party
 from hvdlite.tf.data import compute_worker
 from hvdlite.tf.data.compute_service import (
     ComputeClient,
@@ -25,6 +27,8 @@ from hvdlite.tf.data.compute_service import (
     send_to_data_service,
     tf_data_service,
 )
+from hvdlite.tf.data.meeting import CLIENT, SERVICE
+from tests.common.connections.ends import strangers_are_closed
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment, mpirun
 from tests.ranks import run_ranks
 
@@ -37,10 +41,9 @@ def serving(
     dispatchers: int, workers: int, side: str = "compute", timeout: float = WAIT
 ) -> Iterator[TfDataServiceConfig]:
     """A compute job whose ranks are threads, which has ended afterwards."""
-    service = ComputeService(dispatchers, workers, os.urandom(8), host="127.0.0.1")
-    config = TfDataServiceConfig(
-        dispatchers, workers, side, service.addresses(), service._key, timeout
-    )
+    key = os.urandom(8)
+    service = ComputeService(dispatchers, workers, key, host="127.0.0.1")
+    config = TfDataServiceConfig(dispatchers, workers, side, service.addresses(), key, timeout)
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -223,7 +226,7 @@ def test_who_does_not_come_is_named_after_the_timeout() -> None:
 def test_nobody_without_the_key_is_answered() -> None:
     service = ComputeService(1, 1, KEY)
     addresses = service.addresses()
-    with pytest.raises(ConnectionError, match=r"cannot be reached at .*digest"):
+    with pytest.raises(ConnectionError, match=r"cannot be reached at .*has another secret"):
         ComputeClient(addresses, b"another").register_dispatcher(0, "grpc://evil:1")
     honest = ComputeClient(addresses, KEY)
     with pytest.raises(TimeoutError):
@@ -235,6 +238,35 @@ def test_nobody_without_the_key_is_answered() -> None:
     assert not waiting.is_alive()
     honest.shutdown()  # nothing happens any more
     honest.wait_for_shutdown()
+
+
+def test_strangers_are_closed_while_a_member_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite.common.connections.service.STRANGER_SECONDS", 0.3)
+    service = ComputeService(1, 1, KEY, host="127.0.0.1")
+    [[address]] = service.addresses().values()
+    client = ComputeClient(service.addresses(), KEY)
+    found: list[str] = []
+    waiting = threading.Thread(
+        target=lambda: found.append(client.wait_for_dispatcher_registration(0, WAIT)), daemon=True
+    )
+    waiting.start()
+    strangers_are_closed(address, Party(b"a guess", CLIENT, SERVICE))
+    client.register_dispatcher(0, "grpc://here:1")
+    waiting.join(WAIT)
+    assert found == ["grpc://here:1"]
+    service.close()
+
+
+def test_the_service_is_reached_at_the_wanted_addresses_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HVDLITE_NETWORK_INTERFACES", "lo")
+    service = ComputeService(1, 1, KEY)
+    addresses = service.addresses()
+    assert addresses["lo"][0][0] == "127.0.0.1" and len(addresses) == 1
+    with pytest.raises(ConnectionRefusedError):  # All of 127/8 is this host.
+        socket.create_connection(("127.0.0.2", addresses["lo"][0][1]), WAIT)
+    service.close()
 
 
 def test_a_compute_job_of_another_size() -> None:
