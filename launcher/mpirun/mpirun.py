@@ -219,10 +219,10 @@ class MpirunJob(FixedJob):
         for rank in heard.here:
             shell, code = heard.started[rank], heard.codes.get(rank)
             # A process that has the number of a shell that has ended is another one.
-            if code is None or (code and not _exists(shell)):
-                # Each mpirun gives a rank's shell, and what it starts, a group of its own.
-                if shell != os.getpgrp():
-                    signal_group(shell, number)
+            is_ours = code is None or (code and not _exists(shell))
+            # Each mpirun gives a rank's shell, and what it starts, a group of its own.
+            if is_ours and shell != os.getpgrp():
+                signal_group(shell, number)
 
     def _signal_mpirun(self, number: int) -> None:
         if self.process is not None:
