@@ -154,10 +154,11 @@ class RankProcess:
 
     def answer(self) -> Answer:
         """Wait for the end of the process; return how it was."""
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        if ended is not None and ended.si_status:
+            # Its own child processes are in the group that it led: its number is still their own.
+            os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        if code:  # Its own child processes are in the group that it led.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
         answers = [path.read_bytes() for path in self._folder.glob("answer.*.pickle")]
         code = code if code >= 0 else 128 - code
         return Answer(self._rank, time.time(), code, answers[0] if answers else None)

@@ -218,10 +218,10 @@ class MpirunJob(FixedJob):
         heard = self.first_failure
         for rank in heard.here:
             shell, code = heard.started[rank], heard.codes.get(rank)
-            # A process that has the number of a shell that has ended is another one.
-            is_ours = code is None or (code and not _exists(shell))
-            # Each mpirun gives a rank's shell, and what it starts, a group of its own.
-            if is_ours and shell != os.getpgrp():
+            # Each mpirun gives a rank's shell, and what it starts, a group of its own. A process
+            # that has the number of a shell that has ended is another one.
+            ours = code is None or (code and not _exists(shell))
+            if ours and shell != os.getpgrp():
                 signal_group(shell, number)
 
     def _signal_mpirun(self, number: int) -> None:

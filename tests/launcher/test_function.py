@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ import pytest
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.launcher import RemoteError, function_rank
+from hvdlite.spark.task import Call, RankProcess
 from tests.forks import set_signals
+from tests.launcher.jobs import executable
 from tests.limits import HANG_SECONDS
 from tests.parallel.jobs import environment
 
@@ -209,3 +213,14 @@ def test_ctrl_c_is_a_keyboard_interrupt() -> None:
         timeout=HANG_SECONDS, check=False, preexec_fn=set_signals,
     )  # fmt: skip
     assert done.stdout == "interrupted\n", done.stderr
+
+
+def test_a_task_of_spark_signals_its_rank_before_another_may_have_its_number(
+    tmp_path: Path, signalled: list[int]
+) -> None:
+    program = executable(tmp_path / "python", "exit 3")
+    call = Call(b"", {}, str(program), "", ("", 0))
+    output: Any = SimpleNamespace(streams=lambda rank: {}, close=lambda: None)
+    with contextlib.closing(RankProcess(call, 0, {}, output)) as process:
+        assert process.answer().code == 3
+        assert signalled == [process.process.pid]
