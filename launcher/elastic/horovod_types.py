@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
-import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +16,8 @@ from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
 from hvdlite.launcher.decisions.driver import RESET_LIMIT_EXCEEDED
 from hvdlite.launcher.decisions.failures import Cooldowns
 from hvdlite.launcher.decisions.hosts import order_hosts
-from hvdlite.launcher.hosts.hosts import parse_discovery
+from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
+from hvdlite.launcher.processes.event_loop import EventLoop
 
 RESET_LIMIT_EXCEEDED_MESSAGE = RESET_LIMIT_EXCEEDED  # format(limit) gives the text.
 SCRIPT_SECONDS = 60.0  # A script that takes longer is killed.
@@ -51,15 +53,20 @@ class HostDiscoveryScript(HostDiscovery):
         self._slots = 1 if slots is None else slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Raise RuntimeError for a script that fails or never ends."""
-        try:
-            done = subprocess.run(
-                self._script, shell=True, check=True, timeout=SCRIPT_SECONDS,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-        except subprocess.SubprocessError as error:
-            raise RuntimeError(f"the discovery script {self._script} failed: {error}") from error
-        return parse_discovery(done.stdout, self._slots)
+        """Raise RuntimeError for a script that fails or never ends, ValueError for other lines."""
+        answers: list[dict[str, int] | Exception] = []
+        note = answers.append
+        with (
+            contextlib.closing(EventLoop()) as loop,
+            contextlib.closing(DiscoveryScript(
+                self._script, self._slots, os.environ, loop, note, note, SCRIPT_SECONDS
+            )) as script,
+        ):  # fmt: skip
+            while not answers:
+                script.look(loop.wait(script.due))
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
 
 
 class DiscoveredHosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from hvdlite.common.base.host_update import HostUpdateResult
-from hvdlite.launcher.elastic import horovod_driver
+from hvdlite.launcher.elastic import horovod_driver, horovod_types
 from hvdlite.launcher.elastic.horovod_driver import ElasticDriver, create_rendezvous_handler
 from hvdlite.launcher.elastic.horovod_types import (
     RESET_LIMIT_EXCEEDED_MESSAGE,
@@ -402,12 +403,32 @@ def test_a_host_that_has_cooled_down_is_added(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_host_discovery_script(tmp_path: Path) -> None:
-    script = executable(tmp_path / "hosts.sh", "echo host-2\necho\necho host-1:3")
+    script = executable(tmp_path / "my hosts.sh", "echo host-2\necho\necho host-1:3")
     found = HostDiscoveryScript(str(script), 4).find_available_hosts_and_slots()
     assert list(found.items()) == [("host-2", 4), ("host-1", 3)]
+    assert HostDiscoveryScript("echo a; echo b").find_available_hosts_and_slots() == {
+        "a": 1,
+        "b": 1,
+    }
     executable(script, "exit 3")
-    with pytest.raises(RuntimeError, match="exit status 3"):
+    with pytest.raises(RuntimeError, match="exit code 3"):
         HostDiscoveryScript(str(script), 4).find_available_hosts_and_slots()
+    with pytest.raises(ValueError, match="line 1: '<html>'"):
+        HostDiscoveryScript("echo '<html>'").find_available_hosts_and_slots()
+
+
+def test_a_host_discovery_script_that_hangs_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(horovod_types, "SCRIPT_SECONDS", 0.3)
+    child = tmp_path / "child"
+    script = HostDiscoveryScript(f"sleep 1000 & echo $! > {child}; wait")
+    while not child.exists() or not child.read_text():  # Slow to start: killed before.
+        with pytest.raises(RuntimeError, match="has not ended within"):
+            script.find_available_hosts_and_slots()
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{child.read_text().strip()}/exe"):
+        assert time.monotonic() < deadline
 
 
 def test_names_of_horovod() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.elastic import job as discovery_script
-from hvdlite.launcher.elastic.job import DiscoveryScript
+from hvdlite.launcher.elastic import discovery_script
+from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
 from hvdlite.launcher.processes.event_loop import EventLoop
 from tests.launcher.jobs import executable
 
@@ -25,7 +25,7 @@ class Asked:
         self.answers: list[dict[str, int] | str] = []
         note = self.answers.append
         self.script = DiscoveryScript(
-            script, 3, os.environ, self.loop, note, note, longest_seconds=longest_seconds
+            script, 3, os.environ, self.loop, note, lambda error: note(str(error)), longest_seconds
         )
 
     def ask(self, count: int = 1) -> dict[str, int] | str:
