@@ -14,9 +14,9 @@ from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
 from hvdlite.launcher.agents.group_agents import GroupAgents, make_group
 from hvdlite.launcher.agents.host_agents import AgentUser, HostAgents
 from hvdlite.launcher.agents.job_description import JobDescription
-from hvdlite.launcher.agents.merged_meeting import MergedMeeting
 from hvdlite.launcher.command_line.launcher_choice import GROUPS
 from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.decisions.merged_meeting import MergedMeeting
 from hvdlite.launcher.hosts.ssh import explain_agent, has_not_answered, spell_end
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome

@@ -3,6 +3,7 @@
 A job that keeps its ranks is ended by the first that fails:
 
     endings           which rank that was, how it failed, and how any job is ended
+    merged_meeting    what the ranks of a meeting have given, and who is missing; of worlds, too
 
 The driver of an elastic job, in reading order:
 

@@ -8,6 +8,7 @@ from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
 from hvdlite.common.driver_link import frames
 from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.decisions.commands import WAIT, Say, Tell
+from hvdlite.launcher.decisions.merged_meeting import MergedMeeting
 from hvdlite.launcher.decisions.placement import Parts, Placement
 from hvdlite.launcher.decisions.workers import (
     CheckAgreement,
@@ -21,25 +22,6 @@ from hvdlite.launcher.decisions.workers import (
 
 # How long newcomers that are ready wait for others that have been started.
 GATHER_SECONDS = 1.0
-
-
-class ExchangeRounds:
-    """The rounds in which members of a world meet: collects one body of every member for each."""
-
-    def __init__(self, members: Sequence[int]) -> None:
-        self._members = members
-        self._rounds: dict[int, dict[int, bytes]] = {}
-
-    def add(self, number: int, round_: int, body: bytes) -> list[bytes] | None:
-        """Return the bodies of a round in rank order when this one was the last, else None."""
-        bodies = self._rounds.setdefault(round_, {})
-        bodies[number] = body
-        if len(bodies) < len(self._members):
-            return None
-        del self._rounds[round_]
-        return [bodies[member] for member in self._members]
-
-
 # How long a rank that has left its world is not told to the others: who was lost is known then.
 BROKEN_SECONDS = 0.05
 # The same for a rank that may have left an older world.
@@ -58,7 +40,7 @@ class WorldChanges:
         self.resets = 0  # All but those by which replacements of failed workers are taken in.
         self.committed = 0  # The highest number of a commit that a worker has told.
         self.line: list[int] = []  # The ranks, with those that have returned at their places.
-        self._rounds = ExchangeRounds(())
+        self._rounds = MergedMeeting(0)
         self._counter = 0
         self._error = ""  # The first one by which a rank has left the world while it was whole.
 
@@ -146,7 +128,7 @@ class WorldChanges:
         if self.world is None or epoch != self.world.epoch or over:
             return
         if worker.number in self.member_set:
-            bodies = self._rounds.add(worker.number, round_, body)
+            bodies = self._rounds.add(self.members, round_, {worker.number: body})
             if bodies is not None:
                 self._order(Tell(self.members, [frames.BODIES, epoch, round_, bodies]))
 
@@ -231,7 +213,7 @@ class WorldChanges:
         self.line = keep_order(self.line or kept, kept, world.members)
         self.world, self.reset, self._error = world, None, ""
         self.member_set = frozenset(world.members)
-        self._rounds = ExchangeRounds(world.members)
+        self._rounds = MergedMeeting(len(world.members))
         self._placement.note_world(world.members, world.hosts)
         for worker in chosen:
             worker.ready, worker.epoch = False, world.epoch

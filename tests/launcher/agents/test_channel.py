@@ -17,7 +17,7 @@ from hvdlite.common.connections import frames
 from hvdlite.common.meeting.rounds import Key, Rounds
 from hvdlite.launcher.agent_process.agent import Agent
 from hvdlite.launcher.agents.channel import MOST_BYTES, PROLOGUE, Channel
-from hvdlite.launcher.agents.merged_meeting import MergedMeeting
+from hvdlite.launcher.decisions.merged_meeting import MergedMeeting
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.signals import SignalInbox
 

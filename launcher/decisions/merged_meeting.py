@@ -1,6 +1,6 @@
 """The meetings of ranks on several hosts: merge what the agents of the hosts have gathered.
 
-This module never sends.
+In an elastic job, each member of a world is one that has gathered.
 """
 
 from __future__ import annotations
