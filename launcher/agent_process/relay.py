@@ -1,8 +1,9 @@
-"""The workers of one host, between whom and the driver their agent passes on every message.
+"""What an agent passes on between the launcher and the processes of its host, at a Unix socket.
 
-A worker is connected with the agent by a Unix socket, so that the end of either process is seen at
-once, and workers of other hosts need no port of the launcher. The agent also tells what the driver
-cannot see from afar: workers that are stopped, or have been silent for too long.
+Ranks that keep their places meet there (`HostMeeting`). Each worker of an elastic job has a
+connection with the driver (`WorkerRelay`): the end of either process is seen at once, and workers
+of other hosts need no port of the launcher. The agent also tells what the driver cannot see from
+afar: workers that are stopped, or have been silent for too long.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RESUME_SECONDS = 4.0
 
 
 class WorkerRelay:
-    """Passes messages on; `workers` are the processes of this host by number."""
+    """Passes every message on; `workers` are the processes of this host by number."""
 
     def __init__(
         self, job: Mapping[str, Any], folder: AgentFolder, loop: EventLoop, channel: Channel,
@@ -84,14 +85,12 @@ class WorkerRelay:
             self._channel.send("silent", number, why)
 
 
-# The meeting of the ranks of one host, as its agent serves it.
-#
-# A round that ranks of other hosts take part in goes through the launcher, which merges what the
-# agents have gathered.
-
-
 class HostMeeting:
-    """A meeting server on a Unix socket in the agent's folder."""
+    """The meeting of the ranks of one host.
+
+    A round that ranks of other hosts take part in goes through the launcher, which merges what the
+    agents have gathered.
+    """
 
     def __init__(
         self, job: dict[str, Any], folder: AgentFolder, loop: EventLoop, channel: Channel

@@ -1,1 +1,1 @@
-"""The launcher's side of the agents: how they are started, connected with, and told what to run."""
+"""The launcher's side of the agents: starts, connects and briefs them (one is `agent_process`)."""

@@ -15,7 +15,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions import endings
 from hvdlite.launcher.decisions.endings import Plan
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
-from hvdlite.launcher.elastic.workers import ElasticWorkers
+from hvdlite.launcher.elastic.worker_processes import ElasticWorkers
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.jobs.outcome import JobOutcome, signal_outcome
 

@@ -1,4 +1,4 @@
-"""Tells by which exception a rank ends: the launcher, and by the engine the other ranks.
+"""Tells by which exception or `sys.exit` a rank ends: the launcher, and others by the engine.
 
 By the exit codes alone, victims look like culprits.
 
@@ -41,7 +41,7 @@ _reasons = [""]
 
 
 def report_uncaught() -> None:
-    """Have an exception that ends this process reported to those who ask for its reason."""
+    """Have what ends this process told to those who ask, by hooks: `sys.excepthook`, `sys.exit`."""
     previous, process = sys.excepthook, os.getpid()
     if getattr(previous, "reports_failure", False):
         return

@@ -1,4 +1,4 @@
-"""The driver's side of the connections to the workers of an elastic job."""
+"""Accepts the workers of an elastic job: at their agent under hvdlite-run, else at the driver."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.commands import StartWorker
 from hvdlite.launcher.elastic import workers
-from hvdlite.launcher.elastic.workers import ElasticWorkers
+from hvdlite.launcher.elastic.worker_processes import ElasticWorkers
 from hvdlite.launcher.hosts.resources import SETTING
 from tests.simulation.elastic.hosts import Leader, Removal, stand_ins
 from tests.simulation.elastic.laws import SLOTS, Watched, seeded
