@@ -7,26 +7,19 @@ failed by itself would fail again: its error ends the cluster.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.agents.job_description import JobDescription
 from hvdlite.launcher.command_line.job_kinds import ClusterOptions
-from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions.endings import Failure, signal_name
-from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.jobs.job import FixedJob
 
 if TYPE_CHECKING:
-    from hvdlite.ps.cluster.settings import ClusterSettings
     from hvdlite.ps.scheduler.running import HostedScheduler
 
-LOOPBACK = "127.0.0.1"
 LAST_SECONDS = 4.0  # How long servers may go on when all workers have ended well.
 
 
@@ -174,59 +167,3 @@ class ClusterProcesses:
             self._end_at = now + LAST_SECONDS
         serving = any(p.running for p in self._processes.values() if p.server is not None)
         return serving and now < self._end_at
-
-
-# The scheduler, which hvdlite-run runs itself.
-
-
-@contextlib.contextmanager
-def hosted_scheduler(
-    options: LaunchOptions, environ: Mapping[str, str]
-) -> Iterator[HostedScheduler | None]:
-    """Run the scheduler of a parameter server, where the job has one."""
-    cluster = options.cluster
-    if cluster is None:
-        yield None
-        return
-    from hvdlite.ps.cluster.settings import read_settings
-    from hvdlite.ps.scheduler.running import HostedScheduler
-
-    address = _address(options.hosts)
-    settings = read_settings({
-        **environ,
-        "HVDLITE_ROLE": "scheduler",
-        "HVDLITE_SCHEDULER": f"{address}:1",  # Any port that is free will be its own.
-        "HVDLITE_NUM_SERVERS": str(cluster.servers),
-        "HVDLITE_NUM_WORKERS": str(options.num_proc),
-        "HVDLITE_PS_WORKERS": "independent" if cluster.independent else "mpi",
-        "HVDLITE_PS_TOKEN": environ.get("HVDLITE_PS_TOKEN") or os.urandom(16).hex(),
-        "HVDLITE_START_TIMEOUT": f"{options.start_timeout_seconds:g}",
-    })  # fmt: skip
-    assert settings is not None
-    with contextlib.closing(HostedScheduler(settings)) as scheduler:
-        yield scheduler
-
-
-def variables_of(settings: ClusterSettings) -> dict[str, str]:
-    """Return what the workers of a cluster are told by their environment."""
-    return {
-        "HVDLITE_ROLE": "worker",
-        "HVDLITE_SCHEDULER": settings.scheduler,
-        "HVDLITE_NUM_SERVERS": str(settings.num_servers),
-        "HVDLITE_NUM_WORKERS": str(settings.num_workers),
-        "HVDLITE_PS_TOKEN": settings.token.decode(),
-        "HVDLITE_PS_WORKERS": "independent" if settings.independent else "mpi",
-    }
-
-
-def _address(hosts: Iterable[Host]) -> str:
-    """Return the address of this host on the way to the first other one that it can resolve."""
-    from hvdlite.ps.cluster.settings import address_towards
-
-    names = [host.name for host in hosts if host.remote]
-    for name in names:
-        try:
-            return address_towards(f"{name}:22")
-        except OSError:
-            continue  # Only ssh knows it, by its configuration.
-    return socket.gethostname() if names else LOOPBACK

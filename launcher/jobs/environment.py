@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
 from hvdlite.common.base.networks import BRIDGE, USUAL_BRIDGES, has_fabric
 from hvdlite.common.meeting.nodelist import expand_nodelist
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.host_report import network_of
+from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.jobs.passed_variables import of_another_job
 from hvdlite.launcher.mpirun.commands import build_environment, keep_alive_arguments
 from hvdlite.launcher.mpirun.mpi import (
@@ -23,6 +26,9 @@ from hvdlite.launcher.mpirun.mpi import (
     parameter_given,
 )
 from hvdlite.launcher.platforms.batch_systems import is_task
+
+if TYPE_CHECKING:
+    from hvdlite.ps.scheduler.running import HostedScheduler
 
 # Python prints the stack of a rank that dies by SIGSEGV where this is not empty; "0" would count.
 FAULT_HANDLER = "PYTHONFAULTHANDLER"
@@ -171,3 +177,49 @@ def first_host(options: LaunchOptions, environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return LOOPBACK
     return next(iter(expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))), LOOPBACK)
+
+
+# The scheduler of a parameter server, which hvdlite-run runs itself.
+
+
+@contextmanager
+def hosted_scheduler(
+    options: LaunchOptions, environ: Mapping[str, str]
+) -> Iterator[tuple[HostedScheduler | None, dict[str, str]]]:
+    """Run it where the job has one; yield it, and what workers are told by their environment."""
+    cluster = options.cluster
+    if cluster is None:
+        yield None, {}
+        return
+    from hvdlite.ps.cluster.settings import read_settings
+    from hvdlite.ps.scheduler.running import HostedScheduler
+
+    variables = {
+        "HVDLITE_NUM_SERVERS": str(cluster.servers),
+        "HVDLITE_NUM_WORKERS": str(options.num_proc),
+        "HVDLITE_PS_WORKERS": "independent" if cluster.independent else "mpi",
+        "HVDLITE_PS_TOKEN": environ.get("HVDLITE_PS_TOKEN") or os.urandom(16).hex(),
+    }
+    settings = read_settings({
+        **environ, **variables,
+        "HVDLITE_ROLE": "scheduler",
+        "HVDLITE_SCHEDULER": f"{_address(options.hosts)}:1",  # Its own will be one that is free.
+        "HVDLITE_START_TIMEOUT": f"{options.start_timeout_seconds:g}",
+    })  # fmt: skip
+    assert settings is not None
+    with closing(HostedScheduler(settings)) as scheduler:
+        where = {"HVDLITE_ROLE": "worker", "HVDLITE_SCHEDULER": scheduler.settings.scheduler}
+        yield scheduler, variables | where
+
+
+def _address(hosts: Iterable[Host]) -> str:
+    """Return the address of this host on the way to the first other one that it can resolve."""
+    from hvdlite.ps.cluster.settings import address_towards
+
+    names = [host.name for host in hosts if host.remote]
+    for name in names:
+        try:
+            return address_towards(f"{name}:22")
+        except OSError:
+            continue  # Only ssh knows it, by its configuration.
+    return socket.gethostname() if names else LOOPBACK

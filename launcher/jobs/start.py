@@ -15,14 +15,13 @@ from pathlib import Path
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.agent_connection import AgentHost
 from hvdlite.launcher.agents.agents_job import AgentsJob
-from hvdlite.launcher.agents.cluster_processes import hosted_scheduler, variables_of
 from hvdlite.launcher.command_line.launcher_choice import GROUPS, MPIRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.decisions.lines import listed
 from hvdlite.launcher.elastic.job import ElasticJob
 from hvdlite.launcher.hosts.check_hosts import check_hosts
 from hvdlite.launcher.hosts.host_report import HostReport
-from hvdlite.launcher.jobs.environment import rank_environment, torchrun_variables
+from hvdlite.launcher.jobs.environment import hosted_scheduler, rank_environment, torchrun_variables
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
@@ -56,11 +55,9 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
     options = replace(options, command=_command(options, passed))
     with (
         torchrun_variables(options, environ) as variables,
-        hosted_scheduler(options, passed) as scheduler,
+        hosted_scheduler(options, passed) as (scheduler, cluster),
     ):
-        passed |= variables
-        if scheduler is not None:
-            passed |= variables_of(scheduler.settings)
+        passed |= variables | cluster
         if options.call is not None:
             passed[CALL_VARIABLE] = options.call  # Agents replace it by a folder of their own.
         job: FixedJob
