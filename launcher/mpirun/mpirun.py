@@ -286,7 +286,7 @@ MPI_SEGMENTS = re.compile(rb"/(sm_segment\.|vader_segment\.|osc_|mpich_shm_|Inte
 
 
 def kill_session(session: int) -> None:
-    """Kill the processes of a session (Linux)."""
+    """Kill the processes of a session."""
     for process in _processes():
         with contextlib.suppress(OSError):
             if os.getsid(process) == session:
@@ -294,7 +294,7 @@ def kill_session(session: int) -> None:
 
 
 def segments_of(groups: Collection[int]) -> set[bytes]:
-    """Return the MPI segments that the processes of these process groups map (Linux)."""
+    """Return the MPI segments that the processes of these process groups map."""
     found: set[bytes] = set()
     for process in _processes():
         with contextlib.suppress(OSError):

@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
@@ -96,9 +95,7 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
-    """For Popen's preexec_fn: the child gets this signal when the launcher is killed (Linux)."""
-    if sys.platform != "linux":
-        return None
+def die_with_parent(number: signal.Signals) -> Callable[[], None]:
+    """For Popen's preexec_fn: the child gets this signal when the launcher is killed."""
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork
     return lambda: prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -68,7 +68,7 @@ def read_host(text: str) -> Host:
 
 
 HERE = Host("", LOOPBACK, 1)
-follow_parent = die_with_parent(signal.SIGKILL) or (lambda: None)
+follow_parent = die_with_parent(signal.SIGKILL)
 
 
 def fork(command: list[str], variables: dict[str, str], host: Host = HERE) -> Callable[[], int]:

@@ -63,7 +63,6 @@ def enter_host(first_process: int) -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     die = die_with_parent(signal.SIGKILL)
-    assert die is not None
     files = [os.open(f"/proc/{first_process}/ns/{space}", os.O_RDONLY) for space in SPACES]
     for file in files:
         if libc.setns(file, 0):
