@@ -25,6 +25,7 @@ from hvdlite.launcher.jobs.start import run_job
 from hvdlite.launcher.platforms.kubernetes import VARIABLES_BEGIN
 
 T = TypeVar("T")
+NO_RESULT = "has ended before its function returned a result, as by sys.exit() or os._exit()"
 # Flags whose warnings have to name an argument of `run`.
 ARGUMENTS = {"--disable-cache": "disable_cache"}
 # In the errors of Horovod's own run, where the exit code of a worker ends an elastic job.
@@ -175,7 +176,7 @@ def _run(options: LaunchOptions, environ: Mapping[str, str], call: tuple[Any, ..
     if outcome.code or len(answers) < options.num_proc:
         silent = [rank for rank in range(options.num_proc) if rank not in answers]
         rank = outcome.failure.rank if outcome.failure else silent[0] if silent else None
-        raise HorovodInternalError(outcome.sentence or f"rank {rank} returned no result", rank)
+        raise HorovodInternalError(outcome.sentence or f"rank {rank} {NO_RESULT}", rank)
     return [answers[rank] for rank in range(options.num_proc)]
 
 

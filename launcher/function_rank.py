@@ -103,7 +103,7 @@ def main() -> int:
     start_rank = int(os.environ[RANK_VARIABLE])
     rank = int(os.environ.get(WORKER_VARIABLE, start_rank))
     try:
-        answer, code = cloudpickle.dumps(_call(directory)), 0
+        answer, code = _dump_result(_call(directory)), 0
     except Exception as error:
         report(error)  # now: the other ranks notice only when this process ends
         answer, code = dump_error(error, start_rank), 1
@@ -112,6 +112,17 @@ def main() -> int:
     unfinished.write_bytes(answer)
     unfinished.rename(path)
     return code
+
+
+def _dump_result(result: Any) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the function returns a {type(result).__name__}, which cannot be sent ({error}): "
+            "return what pickle takes, such as a list in place of a generator"
+        ) from error
+    return pickled
 
 
 def _end_with(task: int) -> None:

@@ -86,7 +86,7 @@ def test_an_exception_that_cannot_be_pickled_is_told() -> None:
 
 
 def test_a_result_that_cannot_be_pickled_is_an_exception_of_its_rank() -> None:
-    with pytest.raises(TypeError, match="pickle"):
+    with pytest.raises(TypeError, match="the function returns a lock, which cannot be sent"):
         hvdlite.run(threading.Lock)
 
 
@@ -111,7 +111,7 @@ def test_a_killed_rank_is_named() -> None:
 
 
 def test_a_rank_that_exits_gives_no_result() -> None:
-    with pytest.raises(HorovodInternalError, match="rank 0 returned no result"):
+    with pytest.raises(HorovodInternalError, match=r"rank 0 has ended before .* by sys.exit\(\)"):
         hvdlite.run(lambda: sys.exit(0))
 
 

@@ -33,6 +33,10 @@ class Address(NamedTuple):
             return UNIX + self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    def may_be_served(self) -> bool:
+        """Return whether somebody may come to listen here: not where the folder has gone."""
+        return not self.path or os.path.isdir(os.path.dirname(self.path) or ".")
+
 
 def parse_address(text: str, source: str) -> Address:
     """Return the address that `text` says. Raises `ConfigError` that names its `source`."""

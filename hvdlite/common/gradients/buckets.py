@@ -211,7 +211,8 @@ class BucketSchedule(Generic[K]):
             raise AssertionError(
                 f"Gradients of {key} were computed more than backward_passes_per_step "
                 f"({self.passes}) times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally"
+                "backward_passes_per_step to accumulate gradients locally; those that are to be "
+                "thrown away, as of a GAN's other network, are best not computed"
             )
         self._passes_of[key] = passes
         bucket = self._bucket_of[key]

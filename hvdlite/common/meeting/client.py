@@ -171,6 +171,12 @@ class ServerExchange:
         def failed(failures: list[Failure]) -> None:
             for failure in failures:
                 self._check(failure.error, time.monotonic() - began)
+            if not any(map(Address.may_be_served, self._addresses)):
+                raise HorovodInternalError(
+                    f"nobody serves the meeting of rank {me.rank} at {self._where()} any more: "
+                    "hvdlite-run, which has started this rank, has ended with its job",
+                    me.rank,
+                )
             error = failures[-1].error
             who = f"the server of the meeting at {self._where()} cannot be reached ({error})"
             who += me.likely_cause(error)

@@ -71,7 +71,8 @@ class PendingGradient:
         current = self.parameter.grad
         if current is self.gradient and current._version == self.version:
             return
-        change, cause = "changed", ", by clipping or unscaling perhaps"
+        change = "changed"
+        cause = ", by clipping, unscaling or another DistributedOptimizer of it perhaps"
         if current is None:
             change, cause = "set to None", ""
         raise RuntimeError(

@@ -174,7 +174,8 @@ class ReducingMixin(OptimizerMixin):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
-                "a race condition"
+                "a race condition. Gradients that are to be thrown away are best not computed: by "
+                "loss.backward(inputs=...), or requires_grad_(False) of their module meanwhile"
             )
         self._exchange.restart_count()
         super().zero_grad(*args, **kwargs)

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,12 @@ def test_the_server_may_come_later_and_its_name_may_resolve_later(
         return meet(at_server(f"job-0.service.invalid:{port}", 1, 2, SECRET, soon()))
 
     assert run_threads(2, rank_main) == [expected(2)] * 2
+
+
+def test_who_outlives_its_job_hears_so_at_once(tmp_path: Path) -> None:
+    """As a process that a rank has left behind: the folder of the meeting goes with the job."""
+    with pytest.raises(HorovodInternalError, match="any more: hvdlite-run, which has started"):
+        at_server(f"unix:{tmp_path}/gone/meeting", 1, 2, SECRET, soon())
 
 
 def test_nobody_who_listens_is_named_with_the_cause_at_the_deadline() -> None:
