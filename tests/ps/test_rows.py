@@ -13,6 +13,7 @@ import pytest
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import Registry, TableOptions
+from hvdlite.ps.tables import row_store
 from hvdlite.ps.tables.clocks import SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowShare, RowsSpec, RowStore, first_rows
@@ -131,6 +132,23 @@ def test_a_server_that_returns_has_the_rows_of_the_step_before() -> None:
     start(table)
     np.testing.assert_array_equal(pulled_from(table, 1), wanted[0])
     np.testing.assert_array_equal(pulled_from(table, 2), wanted[1])
+
+
+def test_rows_that_memory_is_missing_for_are_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown, every, missing = row_store._grown, np.arange(50), [False, True]
+
+    def grow(array: Array, capacity: int) -> Array:
+        if missing and missing.pop(0):
+            raise MemoryError
+        return grown(array, capacity)
+
+    monkeypatch.setattr(row_store, "_FIRST_CAPACITY", 4)
+    monkeypatch.setattr(row_store, "_grown", grow)
+    store = RowStore("e", SPEC)
+    with pytest.raises(MemoryError):
+        store.places(every)
+    assert (len(store), store.places(every).tolist()) == (0, every.tolist())
+    np.testing.assert_array_equal(store.values, first_rows(SPEC, "e", every))
 
 
 def rows_in(cluster: Cluster, number: int, mode: str = "sync", **words: Any) -> RemoteRows:

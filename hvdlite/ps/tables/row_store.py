@@ -175,10 +175,10 @@ class RowStore:
         first, last = self._length, self._length + len(ids)
         if last > len(self._ids):
             capacity = max(last, 2 * len(self._ids))
-            self._ids = _grown(self._ids, capacity)
-            self._values = _grown(self._values, capacity)
-            for key, slot in self._slots.items():
-                self._slots[key] = _grown(slot, capacity)
+            # Memory may be missing for one of them: then all are as they were.
+            grown = _grown(self._ids, capacity), _grown(self._values, capacity)
+            self._slots = {key: _grown(slot, capacity) for key, slot in self._slots.items()}
+            self._ids, self._values = grown
         self._ids[first:last], self._values[first:last] = ids, values
         for key, slot in self._slots.items():
             slot[first:last] = self._fills[key]
