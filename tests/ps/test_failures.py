@@ -25,8 +25,10 @@ from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.scheduler.running import run_scheduler
 from hvdlite.ps.server import running, server
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.ps.tables.updater import Added
+from hvdlite.ps.worker import checkpoints
 from hvdlite.ps.worker import worker as worker_module
 from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.ps.worker.shard import PsRolledBack
@@ -46,7 +48,7 @@ from tests.ps.cluster import (
     with_two,
 )
 from tests.ps.sites import held_port
-from tests.ps.test_tables import Momentum
+from tests.ps.test_tables import Broken, Momentum
 
 
 def both(_step: int) -> list[int]:
@@ -530,3 +532,43 @@ def test_a_table_that_differs_fails_in_that_worker_alone(
         Trainer(second.worker, ASYNC)
     in_threads(lambda: first.train(3), lambda: second.train(3))
     assert bits(first.values) == train_in_one(3, both)
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [(SYNC, None), (ASYNC, None), (SSP, 1)])
+def test_an_optimizer_that_fails_fails_its_table_in_all_workers_and_no_server(
+    new_cluster: NewCluster, mode: str, staleness: int | None
+) -> None:
+    good, made = 3 if mode == SYNC else 6, list[Momentum]()
+
+    def new_updater(_: TableDescription) -> Momentum:
+        made.append(Momentum() if made else Broken(*range(good)))  # On one of the servers alone.
+        return made[-1]
+
+    words = {"updater_of": new_updater, "every": 1}
+    cluster, first, second = with_two(new_cluster, 2, 3, mode, staleness, **words)
+    wanted = rf"^server [01], table 't': the update from version {good} has failed .*'it divides"
+    folder = cluster.folder / "saved"
+
+    def fails(ask: Callable[[], Any]) -> str:
+        with pytest.raises(HorovodInternalError, match=wanted) as caught:
+            ask()
+        return str(caught.value)
+
+    def go_on(trainer: Trainer) -> list[str]:
+        return [
+            fails(lambda: trainer.train(4)), fails(lambda: trainer.push().wait()),
+            fails(lambda: trainer.table.pull([])),
+            fails(lambda: checkpoints.save(trainer.worker, folder)),
+            fails(lambda: checkpoints.load(trainer.worker, folder)),
+        ]  # fmt: skip
+
+    why = in_threads(lambda: go_on(first), lambda: go_on(second))
+    assert len({*why[0], *why[1]}) == 1
+
+    # A worker that is lost ends no server, and other tables do not suffer.
+    second.worker.close()
+    spec, options = [TensorSpec("r", "float64", (5,))], TableOptions(ASYNC)
+    other = first.worker.declare("r", spec, options, lambda: [np.zeros(5)], RawTable)
+    other.push_async(np.ones(5)).wait()
+    np.testing.assert_array_equal(other.pull_async().wait(), np.full(5, -0.5))
+    assert all(each.error is None for each in cluster.servers)

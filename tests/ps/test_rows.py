@@ -14,7 +14,7 @@ from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.scheduler.registry import Registry, TableOptions
 from hvdlite.ps.tables import row_store
-from hvdlite.ps.tables.clocks import SYNC, Mode
+from hvdlite.ps.tables.clocks import ASYNC, SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.row_store import RowShare, RowsSpec, RowStore, first_rows
 from hvdlite.ps.tables.row_table import AddedRows, RowTable, add_rows, merge_repeated
@@ -132,6 +132,30 @@ def test_a_server_that_returns_has_the_rows_of_the_step_before() -> None:
     start(table)
     np.testing.assert_array_equal(pulled_from(table, 1), wanted[0])
     np.testing.assert_array_equal(pulled_from(table, 2), wanted[1])
+
+
+@pytest.mark.parametrize("mode", [Mode(SYNC), Mode(ASYNC)])
+@pytest.mark.parametrize("fails", ["begin", "step"])
+def test_an_optimizer_of_rows_that_fails_is_said(
+    monkeypatch: pytest.MonkeyPatch, mode: Mode, fails: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("it divides by 0")
+
+    body = describe_table([], [], mode, average=False, rows=RowShare(SPEC, 0, 1))
+    rows = AddedRows(RowStore("r", SPEC))
+    monkeypatch.setattr(rows, fails, fail)
+    table = RowTable(TableDescription("r", body), rows, incarnation=1)
+    payloads = [IDS.tobytes(), np.ones((len(IDS), SPEC.length)).tobytes()]
+    asked = {
+        "start": lambda: table.start(b"w", 0, Message("start", body={"worker": 0}), [0]),
+        "push": lambda: table.push(b"w", 0, Message("push", payloads=payloads)),
+        "pull": lambda: table.pull(b"w", 0, Message("pull", clock=1, payloads=[IDS.tobytes()])),
+    }
+    words = {kind: ask()[-1].message.body.get("why", "") for kind, ask in asked.items()}
+    said = {kind for kind, each in words.items() if "divides by 0" in each}
+    assert said == ({"start"} if fails == "begin" else {"push", "pull"})
+    assert table.look([]) == []
 
 
 def test_rows_that_memory_is_missing_for_are_made_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,16 @@ from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import place
+from hvdlite.ps.server import saved_files
+from hvdlite.ps.server.checkpoints import ServerCheckpoints
+from hvdlite.ps.server.migration import Migration
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.clocks import ASYNC, SYNC, Mode
-from hvdlite.ps.tables.description import describe_table
-from hvdlite.ps.tables.updater import Added
-from tests.ps.test_tables import SPECS, Momentum, blocks, payloads, values_of
+from hvdlite.ps.tables.description import TableDescription, describe_table
+from hvdlite.ps.tables.table import TableLostError
+from hvdlite.ps.tables.updater import Added, Updater
+from tests.ps.test_tables import SPECS, Broken, Momentum, blocks, payloads, values_of
 
 PEER = b"worker 0"
 
@@ -99,11 +104,13 @@ class Witness:
         self.sent.append((message, max((int(path.stem[-12:]) for path in found), default=-1)))
 
 
-def half_pushed(folder: Path) -> tuple[Server, Witness]:
+def half_pushed(
+    folder: Path, new_updater: Callable[[], Updater] = Momentum
+) -> tuple[Server, Witness]:
     """Return a server with a table of two workers, of which one has pushed, and pulls."""
     witness = Witness(folder)
     server = Server(
-        cast("Listener", witness), lambda _: Momentum(), incarnation=1, workers=[0, 1],
+        cast("Listener", witness), lambda _: new_updater(), incarnation=1, workers=[0, 1],
         snapshots=SnapshotFolder(folder, 0), snapshot_every=1,
     )  # fmt: skip
     table = describe_table(SPECS, blocks(), Mode(SYNC), average=True)
@@ -140,3 +147,70 @@ def test_a_step_that_the_end_of_a_worker_completes_is_on_disk_first(
         server._early.clear()
     end(server, witness)
     assert [(m.clock, saved) for m, saved in witness.sent if m.kind == "values"] == [(1, 1)]
+
+
+class NoState(Momentum):
+    """An optimizer whose state cannot be copied."""
+
+    def state(self) -> Any:
+        raise RuntimeError("it is on another device")
+
+
+@pytest.mark.parametrize("end", [goes, is_lost])
+def test_a_server_outlives_an_optimizer_that_fails_when_a_worker_ends(
+    tmp_path: Path, end: Callable[[Server, Witness], None]
+) -> None:
+    server, witness = half_pushed(tmp_path, Broken)
+    server._early.clear()
+    end(server, witness)
+    ((last, on_disk),) = [each for each in witness.sent if each[0].kind == "failed"]
+    assert "the update from version 0 has failed" in last.body["why"]
+    server._snapshots.missing = lambda: ["t"]  # type: ignore[union-attr, method-assign]
+    server._save("t")
+    assert on_disk == 0
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert [each.tobytes() for each in saved_files.read(file).saved.values] == payloads(
+        values_of(-1, 0)
+    )
+    migration = Migration(server, 0, Mock(), Mock())
+    assert migration.standing()["tables"] == {}  # No change begins that would move it.
+    saves = ServerCheckpoints(server, 0, lambda: None)
+    for what, phase in (("save", "begin"), ("load", "read")):
+        body = {"attempt": [1], "phase": phase, "tables": [["t", 1, False, 0]], "servers": 1}
+        body["directory"] = str(tmp_path / "saved")
+        (answer,) = saves._answer(PEER, Message(what, 1, body=body))
+        assert answer.message.kind == "failed"
+        assert answer.message.body["why"] == f"the table 't': {last.body['why']}"
+    started(server, "other", 0)
+
+
+def test_a_state_that_cannot_be_copied_is_said_to_the_workers(tmp_path: Path) -> None:
+    _, witness = half_pushed(tmp_path, NoState)
+    assert [each.kind for each, _ in witness.sent].count("failed") == 2  # A push, and a pull.
+    why = [each.body["why"] for each, _ in witness.sent if each.kind == "failed"]
+    assert len(set(why)) == 1
+    assert "copying its state has failed" in why[0]
+
+
+def test_a_load_that_an_optimizer_refuses_ends_the_job_with_its_words(tmp_path: Path) -> None:
+    """Other servers have loaded: nobody may go on with what was here before."""
+    server, _ = half_pushed(tmp_path)
+    wrong = {"0": np.zeros(1, np.float32)}
+    with pytest.raises(TableLostError, match=r"'t': taking values and a state has .*KeyError"):
+        server.take_loaded("t", 1, server.tables["t"].copy().values, wrong, 0, {})
+
+
+def test_an_optimizer_that_cannot_be_made_is_said_to_its_workers() -> None:
+    def new_updater(described: TableDescription) -> Updater:
+        if described.name == "wrong":
+            raise TypeError("no such device")
+        return Added()
+
+    server = Server(cast("Listener", Queue()), new_updater, incarnation=1, workers=[0])
+    migration = Migration(server, 0, Mock(), Mock())
+    described = describe_table(SPECS, blocks(), Mode(SYNC), average=True)
+    message = Message("start", 1, "wrong", 0, 1, {"worker": 0, "table": described})
+    (answer,) = server.answer(PEER, message)
+    assert "cannot make its optimizer: TypeError('no such device')" in answer.message.body["why"]
+    migration.look({"layout": 1, "layout_servers": 1, "change": None, "load": 0, "wanted": 1})
+    started(server, "other", 0)

@@ -16,7 +16,7 @@ from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import place
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
 from hvdlite.ps.tables.description import TableDescription, describe_table
-from hvdlite.ps.tables.table import Table, TableLostError
+from hvdlite.ps.tables.table import Table, TableFailedError, TableLostError
 from hvdlite.ps.tables.updater import Added, add_up
 
 SPECS = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2), group=1)]
@@ -624,3 +624,89 @@ def test_sums_have_the_dtype_of_their_terms() -> None:
     ones = [np.full(3, 256, ml_dtypes.bfloat16), *[np.ones(3, ml_dtypes.bfloat16)] * 4]
     assert add_up(ones, average=False).tolist() == [260] * 3  # one by one, 256 would stay
     assert add_up([np.array([3], np.int32)] * 2, average=True).dtype == np.int32
+
+
+class Broken(Momentum):
+    """Steps, but where it is told to: then it raises when the step is half made."""
+
+    def __init__(self, *good: int) -> None:
+        self.good, self.made = good, 0
+
+    def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
+        if self.made not in self.good:
+            self.arrays[0] += 1
+            raise RuntimeError("it divides by 0")
+        super().step(gradients, numbers)
+        self.made += 1
+
+
+@pytest.mark.parametrize("mode", [Mode(SYNC), Mode(ASYNC), Mode(SSP, 1)])
+def test_an_optimizer_that_fails_is_said_to_all_and_its_step_counts_nowhere(
+    mode: Mode, caplog: pytest.LogCaptureFixture
+) -> None:
+    table, workers = new_table(mode), job(2)
+    table.updater = Broken(*range(1 if mode.name == SYNC else 2))
+    start_all(table, workers)
+    run_step(table, workers, random.Random(0))
+    version = table.version
+    answers = []
+    for worker in workers.values():
+        answers += worker.push(table)
+        worker.step += 1
+        answers += worker.pull(table, worker.step)
+    wanted = f"the update from version {version} has failed .*RuntimeError\\('it divides by 0'\\)"
+    failed = [each for each in answers if each.message.kind == "failed"]
+    assert {each.peer for each in failed} == {b"w0", b"w1"}
+    assert "values" not in {each.message.kind for each in answers}
+    (why,) = {each.message.body["why"] for each in failed}
+    assert re.search(wanted, why)
+    assert caplog.text.count("in step\n") == 1  # The traceback.
+    assert table.version == version
+    with pytest.raises(TableFailedError, match=f"the table 't': {wanted}"):
+        table.copy()
+    # Whatever comes later hears the same, and a worker that is lost completes no step.
+    worker = workers[b"w0"]
+    later = [*worker.push(table), *worker.pull(table, 1), *worker.start(table)]
+    assert [(each.message.kind, each.message.body["why"]) for each in later] == [
+        ("failed", why)
+    ] * 3
+    assert table.look([0]) == table.leave(1) == []
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_an_optimizer_that_does_not_take_its_values_is_said_to_all(is_restored: bool) -> None:
+    table, workers = new_table(Mode(SYNC)), job(2)
+
+    def begin(_: Sequence[Array]) -> None:
+        raise MemoryError
+
+    table.updater.begin = begin  # type: ignore[method-assign]
+    if is_restored:
+        other, _ = started(Mode(SYNC), 2)
+        table.restore(other.copy())
+    start_all(table, workers)
+    assert [worker.kinds[-1] for worker in workers.values()] == ["failed", "failed"]
+
+
+def test_a_pull_that_cannot_be_answered_disturbs_no_other() -> None:
+    """Not even where its answer waits for what another worker sends."""
+    table, workers = started(Mode(SYNC), 2)
+    first, second = workers.values()
+    first.push(table)
+    first.pull(table, 1)
+    copy_of, missing = table.copy_of, [True]
+
+    def copy_once(array: Array) -> Array:
+        if table.version == 1 and missing and missing.pop():
+            raise MemoryError
+        return copy_of(array)
+
+    table.copy_of = copy_once
+    answers = second.push(table)
+    assert [(each.peer, each.message.kind) for each in answers] == [
+        (b"w1", "pushed"), (b"w0", "failed")
+    ]  # fmt: skip
+    assert "MemoryError" in answers[1].message.body["why"]
+    for worker in workers.values():
+        deliver(table, workers, worker.pull(table, 1))
+        assert_same(worker.values, train_in_one(1, [0, 1]))

@@ -64,6 +64,7 @@ FRAME_BYTES = 1 << 17
 COUNT = Struct(">BI")  # Begins an array of msgpack: its type, and how many messages there are.
 ARRAY_TYPE = 0xDD
 REPLACES = "replaces"  # In the body of an offer: see [Note: first values].
+LASTS = "lasts"  # In the body of `failed`: all that is asked of the table from now on fails so.
 
 Buffer = bytes | bytearray | memoryview
 

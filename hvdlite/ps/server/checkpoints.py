@@ -98,9 +98,12 @@ class ServerCheckpoints:
     def _is_behind(self, name: str, clock: int, *_: object) -> bool:
         """Whether the table lacks steps that the worker has finished.
 
-        Raises ValueError where it has more of sync than those: other servers may have fewer.
+        Raises ValueError where its optimizer has failed, and where it has more of sync than those:
+        other servers may have fewer.
         """
         table = self._server.tables.get(name)
+        if table is not None:
+            table.check()
         if table is None or not table.begun:
             return True
         if table.clocks.mode.name == SYNC and table.version > clock:

@@ -20,7 +20,7 @@ from hvdlite.ps.scheduler.registry import is_change_awaited
 from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.saved import SavedTable, join
-from hvdlite.ps.tables.table import Saved
+from hvdlite.ps.tables.table import Saved, TableFailedError
 
 
 class Migration:
@@ -95,7 +95,8 @@ class Migration:
     def standing(self) -> dict[str, Any]:
         """Return the layout and the last load of this server, and the versions of its tables."""
         tables = [*self._server.tables.items()]
-        begun = {name: table.version for name, table in tables if table.begun}
+        # One that has failed moves nowhere, and no change begins without it.
+        begun = {name: each.version for name, each in tables if each.begun and not each.failure}
         return {"layout": self._server.layout, "tables": begun, "load": self._server.load}
 
     def switch_early(self, layout: int) -> None:
@@ -154,7 +155,10 @@ class Migration:
         coming = self._takes.setdefault(self._identity, {})
         for name in self._names:
             if (name, self._number) not in coming and self._at_border(name, borders):
-                coming[name, self._number] = own = self._server.saved(name)
+                try:
+                    coming[name, self._number] = own = self._server.saved(name)
+                except TableFailedError:
+                    continue
                 for number, address, _ in servers:
                     if number != self._number and number < layout.num_servers:
                         self._send(own.cut_for(own.described.for_server(layout, number)), address)
@@ -162,7 +166,7 @@ class Migration:
     def _at_border(self, name: str, borders: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
         border = dict(borders.get(name, ()))
         table = self._server.tables.get(name)
-        if table is None or not table.begun:
+        if table is None or not table.begun or table.failure:
             return False
         clocks = table.clocks
         if border and clocks.mode.name == SYNC and table.version != max(border.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import (
     REPLACES,
@@ -21,7 +22,7 @@ from hvdlite.ps.server.snapshots import SnapshotFolder
 from hvdlite.ps.tables.description import TableDescription
 from hvdlite.ps.tables.row_table import RowTable
 from hvdlite.ps.tables.saved import SavedTable
-from hvdlite.ps.tables.table import Table, TableLostError
+from hvdlite.ps.tables.table import Table, TableFailedError, TableLostError
 from hvdlite.ps.tables.updater import Updater
 
 LOOK_SECONDS = 0.5
@@ -80,10 +81,17 @@ class Server:
 
     def _new_table(self, described: TableDescription) -> Table:
         name = described.name
+        try:
+            updater = self._new_updater(described)
+        except ValueError:  # It says itself what does not fit.
+            raise
+        except Exception as error:
+            log.error("the table '%s' cannot begin", name, exc_info=error)
+            raise ValueError(f"the server cannot make its optimizer: {error!r}") from error
         self.fresh.add(name)
         self.touched.add(name)
         self.tables[name] = table = (RowTable if described.rows else Table)(
-            described, self._new_updater(described), incarnation=self._incarnation
+            described, updater, incarnation=self._incarnation
         )
         table.records, table.reached = self.records, self._reached.get(name, 0)
         table.load = self.loaded.get(name, 0)
@@ -192,13 +200,20 @@ class Server:
         is_new = table.version - self._saved.get(name, -self._every) >= self._every
         if not is_new and name not in self._snapshots.missing():
             return
+        try:
+            saved = self.saved(name)
+        except TableFailedError:  # The last snapshot stays.
+            for answer in table.look(self.workers):
+                self.listener.send(*answer)
+            return
         self._saved[name] = table.version
         if self._every == 1:
-            self._snapshots.write(self.saved(name))
+            self._snapshots.write(saved)
         else:
-            self._snapshots.write_soon(self.saved(name))
+            self._snapshots.write_soon(saved)
 
     def saved(self, name: str) -> SavedTable:
+        """Return what is to be saved of a table. Raises `TableFailedError`."""
         return SavedTable(self.tables[name].described, self.tables[name].copy(), self.layout)
 
     def take_loaded(
@@ -208,14 +223,16 @@ class Server:
         """Let a table have what was loaded, on disk, too, where it has snapshots."""
         table = self.tables[name]
         answers = table.take_loaded(values, state, turn, version, clocks, self.workers)
-        if self._snapshots is not None:
-            # Before anybody hears of it. Workers have no newer version, and nobody is to go back to
-            # one of before, as a server would that cannot write this one, and is lost later.
-            try:
+        try:
+            table.check()  # Others have loaded it, and this server neither has it nor what it had.
+            if self._snapshots is not None:
+                # Before anybody hears of it. Workers have no newer version, and nobody is to go
+                # back to one of before, as a server would that cannot write this one, and is lost
+                # later.
                 self._snapshots.write(self.saved(name), alone=True)
-            except HorovodInternalError as error:
-                raise TableLostError(str(error)) from error
-            self._saved[name] = table.version
+                self._saved[name] = table.version
+        except (HorovodInternalError, TableFailedError) as error:
+            raise TableLostError(str(error)) from error
         self.loaded[name] = turn
         for answer in answers:
             self.listener.send(*answer)

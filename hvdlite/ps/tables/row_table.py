@@ -75,7 +75,7 @@ class RowTable(Table):
 
     def remember(self, saved: Saved) -> None:
         """See `Table`. Rows that were made since had their first values then."""
-        if self.clocks.mode.name == SYNC:
+        if self.clocks.mode.name == SYNC and not self.failure:
             ids, rows = saved.values
             before = RowStore(self.name, self.rows.spec)
             before.load(ids, rows.reshape(-1, self.rows.spec.length), {})
@@ -85,20 +85,23 @@ class RowTable(Table):
             is_other = (old != self.updater.take(ids)).any(axis=1)
             self._before = saved.version, ids[is_other], old[is_other]
 
-    def look(self, workers: Collection[int]) -> list[Answer]:
+    def _look(self, workers: Collection[int]) -> list[Answer]:
         """Begin when the first worker has come: no worker has values that are needed."""
         if not self.begun and not self._starts.waiting.keys().isdisjoint(workers):
             if self._restored:
                 self.begun = True
-                return super().look(workers)
+                return super()._look(workers)
             version = max(self.reached, *(s.version for s in self._starts.waiting.values()), 0)
             if version or self.load:
                 raise self._lost_error(version)
-            self.updater.begin([])
+            with self._failing("taking first values"):
+                self.updater.begin([])
+            if self.failure:
+                return self._refuse_all()
             for number in workers:
                 self.clocks.finished.setdefault(number, self.version)
             self.begun = True
-        return super().look(workers) if self.begun else []
+        return super()._look(workers) if self.begun else []
 
     def _gradients_of(self, message: Message) -> list[Array]:
         ids, spec = _ids_of(message), self.rows.spec

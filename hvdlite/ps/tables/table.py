@@ -6,19 +6,25 @@ those are taken. A worker that has gone further than even they fails: `rolled_ba
 had a version before, of which neither a snapshot nor a worker has anything, is not begun again with
 first values: `TableLostError`. Nor is one that was loaded begun with what was pulled before that.
 
+[Note: failures] The user's own optimizer runs here, and what it had done when it failed nobody
+knows: a step may be half made. So the table fails with it, alone: whoever waits for it hears why at
+once, and whoever asks later the same. Its values are not sent, saved or moved any more, and the
+step is not tried again, but where all of them are replaced by what a snapshot or a checkpoint has.
+
 This module never sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.connections.messages import REPLACES, Answer, Message
+from hvdlite.ps.connections.messages import LASTS, REPLACES, Answer, Message
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.layouts.blocks import Array
 from hvdlite.ps.tables.clocks import SYNC, Clocks
@@ -34,6 +40,10 @@ SKIP, ABSENT = "skip", "absent"
 
 class TableLostError(HorovodInternalError):
     """What a table had is nowhere any more: the job cannot go on."""
+
+
+class TableFailedError(ValueError):
+    """The optimizer of the table has failed here: see [Note: failures]."""
 
 
 class Saved(NamedTuple):
@@ -55,6 +65,7 @@ class Table:
         self.clocks = Clocks(described.mode)
         self._incarnation = incarnation
         self.begun = False  # The values are there.
+        self.failure = ""  # What all hear since its optimizer has failed; empty: it has not.
         self._restored = False
         self.reached = 0  # The version that it had before this server has come.
         self._workers: set[int] = set()
@@ -132,8 +143,10 @@ class Table:
 
     def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
         """Have other values and another state from now on, at the same version."""
-        self.updater.begin(values)
-        self.updater.load(state)
+        self.failure = ""
+        with self._failing("taking values and a state"):
+            self.updater.begin(values)
+            self.updater.load(state)
         self._sent.clear()
         self._state_of = None
 
@@ -160,17 +173,25 @@ class Table:
 
     def moved(self) -> list[Answer]:
         """Return what workers hear that wait for this table, when other servers keep it."""
+        return self._answer_all("moved")
+
+    def _answer_all(self, kind: str, body: Mapping[str, Any] = {}) -> list[Answer]:
         waiting = [(each.peer, each.request) for each in self._starts.waiting.values()]
         waiting += [(peer, message.request) for peer, message in self._pulls.values()]
-        return [self._answer(peer, request, "moved") for peer, request in waiting]
+        self._starts.waiting.clear()
+        self._pulls.clear()
+        return [self._answer(peer, request, kind, body) for peer, request in waiting]
 
     def copy(self) -> Saved:
         """Return what `restore` takes. The values are those that are sent, too: never change them.
 
-        The state is in memory of its own.
+        The state is in memory of its own. Raises `TableFailedError`.
         """
-        values, finished = self._values_of(self.version), dict(self.clocks.finished)
-        return Saved(values, self._copied_state(), self.version, finished, self._numbers)
+        self.check()
+        with self._failing("copying its state"):
+            values, finished = self._values_of(self.version), dict(self.clocks.finished)
+            return Saved(values, self._copied_state(), self.version, finished, self._numbers)
+        raise self._failed_error()
 
     def _copied_state(self) -> dict[str, Array]:
         return {name: array.copy() for name, array in self.updater.state().items()}
@@ -193,6 +214,9 @@ class Table:
     def look(self, workers: Collection[int]) -> list[Answer]:
         """Begin if all that is needed for it is here; call it when `workers` have changed."""
         self._workers = set(workers)
+        return self._refuse_all() if self.failure else self._look(workers)
+
+    def _look(self, workers: Collection[int]) -> list[Answer]:
         for worker in [*self.clocks.finished]:
             if worker not in workers and self.begun:
                 if worker in self._started:
@@ -234,12 +258,18 @@ class Table:
 
     def offer(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Begin with the values of a worker, unless the table has begun."""
+        if self.failure:
+            return [self._refusal(peer, message.request)]
         if self.begun:  # The answer was lost, or others had newer values.
             pushed = self.version or any(self.clocks.finished.values()) or self.clocks.present
             is_unread = self._of is not None and not pushed and not self._given
             if message.body.get(REPLACES) and is_unread:
-                self.updater.begin(self._first_values_of(worker, message))
+                values = self._first_values_of(worker, message)
+                with self._failing("taking first values"):
+                    self.updater.begin(values)
                 self._sent.clear()
+                if self.failure:
+                    return [self._refusal(peer, message.request), *self._refuse_all()]
             body = {"clock": self.clocks.enter(worker), "is_known": True, "of": self._of}
             self._started[worker] = peer
             return [self._answer(peer, message.request, "started", body)]
@@ -248,11 +278,14 @@ class Table:
         values = self._first_values_of(worker, message)
         start = self._starts.waiting[worker]
         start.peer, start.request = peer, message.request
-        # Nobody has a newer state than the snapshot has.
-        state = self._copied_state() if self._restored else {}
-        self.updater.begin(values)
-        if self._restored:
-            self.updater.load(state)
+        with self._failing("taking first values"):
+            # Nobody has a newer state than the snapshot has.
+            state = self._copied_state() if self._restored else {}
+            self.updater.begin(values)
+            if self._restored:
+                self.updater.load(state)
+        if self.failure:
+            return self._refuse_all()
         if start.version > self.version:
             self._state_of = self.version
         self.clocks.version, self.load = max(start.version, 0), max(start.load, self.load)
@@ -309,6 +342,8 @@ class Table:
         """Take the gradients of a step; one that was here before is answered, and not applied."""
         if not self._has_started(peer, worker):
             return [self._answer(peer, message.request, "restarted")]
+        if self.failure:
+            return [self._refusal(peer, message.request)]
         expected = self.clocks.finished[worker]
         pieced = PIECE in message.body
         if pieced and not message.body.get(LAST):
@@ -333,10 +368,13 @@ class Table:
             if self.clocks.mode.name == SYNC:
                 self._pushes.setdefault(message.clock, {})[worker] = gradients, absent
             else:
-                self._update(gradients and self._scaled(gradients), absent)
+                with self._updating():
+                    self._update(gradients and self._scaled(gradients), absent)
             self._record("push", worker, message.clock, stale, _nbytes_of(gradients or ()))
-        answer = self._answer(peer, message.request, "pushed", {"stale": stale})
-        return [answer, *self._go_on()]
+        answers = self._go_on()
+        if self.failure:  # Whoever waits for nothing hears it, too.
+            return [self._refusal(peer, message.request), *answers]
+        return [self._answer(peer, message.request, "pushed", {"stale": stale}), *answers]
 
     def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Answer with the values when the mode allows it."""
@@ -360,12 +398,15 @@ class Table:
     def _go_on(self) -> list[Answer]:
         """Make the updates that are complete, and answer the pulls that have waited for them."""
         if self.clocks.mode.name == SYNC:
-            while (workers := self.clocks.complete()) is not None:
+            while not self.failure and (workers := self.clocks.complete()) is not None:
                 pushes = self._pushes.pop(self.version)
                 given = [pushes[worker] for worker in workers]
                 gradients = [each for each, _ in given if each is not None]
-                total = self._sum(gradients) if len(gradients) == len(given) else None
-                self._update(total, set.intersection(*(absent for _, absent in given)))
+                with self._updating():
+                    total = self._sum(gradients) if len(gradients) == len(given) else None
+                    self._update(total, set.intersection(*(absent for _, absent in given)))
+        if self.failure:
+            return self._refuse_all()
         ready = [
             worker
             for worker, (_, message) in self._pulls.items()
@@ -374,7 +415,13 @@ class Table:
         answers = []
         for worker in ready:
             peer, message = self._pulls.pop(worker)
-            version, values = self._values_for(message)
+            try:
+                version, values = self._values_for(message)
+            except Exception as error:  # Such as memory that may be there for the next pull.
+                log.error("the table '%s' cannot answer a pull", self.name, exc_info=error)
+                why = {"why": f"the server cannot make what it is to send: {error!r}"}
+                answers.append(self._answer(peer, message.request, "failed", why))
+                continue
             self._given[worker] = version
             clock = message.clock
             slowest = min(self.clocks.finished.values(), default=clock)
@@ -385,6 +432,38 @@ class Table:
             body = {"stale": stale, "load": self.load} if self.load else {"stale": stale}
             answers.append(Answer(peer, Message(*words, body, payloads)))
         return answers
+
+    # -- failures
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Let the table fail where its optimizer does: see [Note: failures]."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = (
+                f"{what} has failed on the server, whose output has the traceback: {error!r}. Mend "
+                "that, and go on from a checkpoint (ps.load) in another job"
+            )
+            log.error("the table '%s': %s", self.name, self.failure, exc_info=error)
+
+    def _updating(self) -> AbstractContextManager[None]:
+        return self._failing(f"the update from version {self.version}")
+
+    def _failed_error(self) -> TableFailedError:
+        return TableFailedError(f"the table '{self.name}': {self.failure}")
+
+    def check(self) -> None:
+        """Raise `TableFailedError` where the optimizer has failed."""
+        if self.failure:
+            raise self._failed_error()
+
+    def _refusal(self, peer: bytes, request: int) -> Answer:
+        return self._answer(peer, request, "failed", {"why": self.failure, LASTS: True})
+
+    def _refuse_all(self) -> list[Answer]:
+        """Return what those hear who wait for a table that has failed."""
+        return self._answer_all("failed", {"why": self.failure, LASTS: True})
 
     # -- parts
 

@@ -99,6 +99,7 @@ def _make(
     while True:
         for table in tables.values():  # They are not where their user takes them to be.
             table.raise_if_rolled_back()
+            table.raise_if_failed()  # Other servers wait for steps that are made no more.
         attempt = [answer["turn"], repeat]
         phases = _Phases(worker, tables, what, attempt, os.path.abspath(directory))
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.settings.logs import log
-from hvdlite.ps.connections.messages import REPLACES, Buffer, Message, ignore
+from hvdlite.ps.connections.messages import LASTS, REPLACES, Buffer, Message, ignore
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.gradient_pieces import Rest
@@ -214,8 +214,13 @@ class Shard:
 
     @property
     def failed(self) -> bool:
-        """Whether the server is lost for good."""
+        """Whether the server, or the table on it, is lost for good."""
         return self._error is not None
+
+    def raise_if_failed(self) -> None:
+        """Raise why the server, or the table on it, is lost for good."""
+        if self._error is not None:
+            raise self._error
 
     @property
     def waits(self) -> bool:
@@ -253,6 +258,8 @@ class Shard:
             if self._started:
                 self._started = False
                 self._say_start()
+        elif message.kind == "failed" and message.body.get(LASTS):
+            self.fail(HorovodInternalError(self._words(message)))
         elif message.kind == "failed":
             error = HorovodInternalError(self._words(message))
             behind = self._pull

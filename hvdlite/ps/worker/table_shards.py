@@ -246,6 +246,11 @@ class TableShards:
             self.forget_rollback()
             raise error
 
+    def raise_if_failed(self) -> None:
+        """Raise why a part of the table is lost for good."""
+        for shard in self._shards:
+            shard.raise_if_failed()
+
     def _unless_rolled_back(self, push: Begin, done: Done) -> None:
         """Begin a push of a step that the servers still have.
 
