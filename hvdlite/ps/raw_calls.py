@@ -37,9 +37,7 @@ class RawTable(RemoteTable):
     def push_async(self, array: Array) -> Handle:
         """Push a flat array as a step. Raises `PsRolledBack`."""
         self.raise_if_rolled_back()
-        self.gate.let_pass()
-        servers = range(len(self._shards))
-        return self._push_parts([self._cut([array], server) for server in servers], {})
+        return self._push_parts(lambda n: [self._cut([array], each) for each in range(n)], {})
 
     def pull_async(self) -> Handle:
         """Return a handle of the tensor, which has all that was pushed here before."""

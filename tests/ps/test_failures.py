@@ -134,8 +134,8 @@ def test_a_push_that_a_rollback_overtakes_fails_at_all_servers(
     table, error = trainer.table, PsRolledBack("two steps are lost", 3)
     let_pass = table.gate.let_pass
 
-    def overtaken() -> None:
-        let_pass()
+    def overtaken(push: object) -> None:
+        let_pass(push)
         over = threading.Event()
         table._client.call(lambda: (table._go_back(error), over.set()))
         assert over.wait(LIMIT_SECONDS)

@@ -13,12 +13,17 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.requests.handles import Handle
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.raw_calls import RawTable
 from hvdlite.ps.scheduler import changes
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.server import running
 from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.tables.row_store import RowsSpec
+from hvdlite.ps.worker import checkpoints, remote_rows
+from hvdlite.ps.worker.remote_table import RemoteTable
+from hvdlite.ps.worker.table_shards import Gate
 from tests.ps.cluster import (
     Cluster,
     NewCluster,
@@ -333,3 +338,71 @@ def test_a_server_that_was_to_go_stays_where_the_next_layout_has_it_again(
     news["layout_servers"] = 2
     end()
     assert end()
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", ["optimizer", "raw", "rows"])
+def test_a_push_that_is_broken_off_holds_no_change_and_no_load_up(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, kind: str, error: type[BaseException]
+) -> None:
+    """Memory is missing, or the user ends it, when the gate has let it pass."""
+    cluster = new_cluster(1, 1, updater=Added)
+    worker, values = cluster.worker("worker 0", 0), [np.zeros(5000)]
+    table: Any
+    if kind == "rows":
+        rows = RowsSpec(50, 2, "float64", initializer="zeros").fields
+        spec = TensorSpec("t", "float64", (50, 2))
+        table = worker.declare_rows(spec, TableOptions(ASYNC, average=False, rows=rows))
+    else:
+        specs, made = [TensorSpec("t", "float64", (5000,))], RawTable if kind == "raw" else None
+        options = TableOptions(ASYNC, average=False, part_bytes=8000)
+        table = worker.declare("t", specs, options, lambda: values, made or RemoteTable)
+
+    def push() -> Handle:
+        if kind == "rows":
+            return table.push(np.arange(50), np.ones((50, 2)))  # type: ignore[no-any-return]
+        ones = np.ones(5000)
+        return table.push_async(ones) if kind == "raw" else table.push([ones], {})  # type: ignore[no-any-return]
+
+    def pull() -> set[float]:
+        if kind == "rows":
+            return set(table.pull(np.arange(50)).wait().reshape(-1).tolist())
+        if kind == "raw":
+            return set(table.pull_async().wait().tolist())
+        table.pull(values)
+        return set(values[0].tolist())
+
+    def break_off(*_: Any) -> Any:
+        raise error
+
+    push().wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_rows, "_of_servers", break_off)
+        patched.setattr(RemoteTable, "_cut", break_off)
+        with pytest.raises(error):
+            push()
+    checkpoints.save(worker, cluster.folder / "saved")
+    in_threads(lambda: checkpoints.load(worker, cluster.folder / "saved"))
+    server = cluster.start_server(1, joins=True)
+    cluster.servers.append(server)
+    wait_until(lambda: cluster.state.registry.layout.num_servers == 2)
+    push().wait()
+    assert pull() == {2.0}
+
+
+def test_a_push_that_is_taken_back_is_no_step_before_the_border() -> None:
+    """One that passes after it is the step that it would have been."""
+    gate = Gate(lambda: 3, lambda: False)
+    gate.let_pass("3")
+    gate.let_pass("4")
+    gate.take_back("4")
+    gate.take_back("4")
+    gate.set_border(5)
+    gate.let_pass("4 again")
+    quiet = list[int]()
+    gate.close(quiet.append)
+    gate.take_back("5")  # It has not passed yet.
+    gate.answered("3")
+    assert not quiet
+    gate.take_back("4 again")
+    assert quiet == [3]

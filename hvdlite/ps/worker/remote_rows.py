@@ -71,17 +71,18 @@ class RemoteRows(TableShards):
                 f"{self.spec.dtype} of shape {shape} belong to {len(ids)} ids"
             )
         unique, merged = merge_repeated(ids, rows)
-        self.gate.let_pass()
-        parts = [
-            [_bytes(unique[of_server]), _bytes(merged[of_server])]
-            for of_server in _of_servers(unique, len(self._shards))
-        ]
+
+        def parts(servers: int) -> list[list[memoryview]]:
+            return [
+                [_bytes(unique[of_server]), _bytes(merged[of_server])]
+                for of_server in _of_servers(unique, servers)
+            ]
+
         return self._push_parts(parts, body or ({"numbers": self.numbers} if self.numbers else {}))
 
     def skip(self) -> Handle:
         """Push a step that all workers skip."""
-        self.gate.let_pass()
-        return self._push_parts([()] * len(self._shards), {SKIP: True})
+        return self._push_parts(lambda servers: [()] * servers, {SKIP: True})
 
     def pull(self, ids: Any) -> Handle:
         """Return a handle of the rows that the next step needs: an array of (len(ids), length).

@@ -103,7 +103,9 @@ class RemoteTable(TableShards):
         except PsRolledBack:
             self._early[0].end(())
             raise
-        self.gate.let_pass()
+        return self._begin_push(partial(self._pushes_of, tensors, body), in_order=False)
+
+    def _pushes_of(self, tensors: Sequence[Array], body: Mapping[str, Any]) -> list[Begin]:
         pushes: list[Begin] = []
         early = self._early[0].end(tensors)
         for server, shard in enumerate(self._shards):
@@ -111,7 +113,7 @@ class RemoteTable(TableShards):
             payloads = self._cut(tensors, server, gone) if tensors else []
             rest = gone and rest_of(self._blocks[server], gone, payloads)
             pushes.append(partial(shard.push, body, payloads, rest=rest))
-        return self._begin_push(pushes, in_order=False)
+        return pushes
 
     def push_early(self, tensor: int, gradient: Callable[[], Array]) -> None:
         """Send what is large of the flat gradient of a tensor, if it goes to another host.

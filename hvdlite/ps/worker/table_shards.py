@@ -30,13 +30,13 @@ class Gate:
     def __init__(self, clock: Callable[[], int], failed: Callable[[], bool]) -> None:
         self._clock, self._failed = clock, failed
         self._changed = system.Condition()
-        self._unanswered = 0
+        self._unanswered: set[object] = set()
         self._step = -1  # Of the push that has passed last.
         self._border: int | None = None  # The first step that may not pass; None: all may.
         self._on_quiet: Callable[[int], None] | None = None
 
-    def let_pass(self) -> None:
-        """Wait until the next push may be sent, to all servers.
+    def let_pass(self, push: object) -> None:
+        """Wait until the next push may be sent, to all servers; `push` stands for it from then on.
 
         It is let pass, too, where it can only fail.
         """
@@ -44,16 +44,24 @@ class Gate:
             while self._border is not None and self._next() >= self._border and not self._failed():
                 self._changed.wait(LOOK_SECONDS)
             self._step = self._next()
-            self._unanswered += 1
+            self._unanswered.add(push)
 
     def _next(self) -> int:
         return self._step + 1 if self._unanswered else self._clock()
 
-    def answered(self) -> None:
+    def answered(self, push: object) -> None:
         """Take note that a push was answered by all servers."""
         with self._changed:
-            self._unanswered -= 1
+            self._unanswered.discard(push)
             self._tell_if_quiet()
+
+    def take_back(self, push: object) -> None:
+        """Take note that a push is not made after all, whether it has passed or not."""
+        with self._changed:
+            if push in self._unanswered:
+                self._unanswered.remove(push)
+                self._step -= 1
+                self._tell_if_quiet()
 
     def _tell_if_quiet(self) -> None:
         if not self._unanswered and self._on_quiet is not None:
@@ -262,29 +270,46 @@ class TableShards:
         else:
             done(self._rolled_back)
 
-    def _push_parts(self, parts: Sequence[Sequence[Buffer]], body: Mapping[str, Any]) -> Handle:
-        """Push a step that the gate has let pass, to each server after what was asked before."""
-        pushes: list[Begin] = [
-            partial(shard.push, body, payloads)
-            for shard, payloads in zip(self._shards, parts, strict=True)
-        ]
+    def _push_parts(
+        self, parts: Callable[[int], Sequence[Sequence[Buffer]]], body: Mapping[str, Any]
+    ) -> Handle:
+        """Push the `parts` for so many servers, to each after what was asked before."""
+
+        def pushes() -> list[Begin]:
+            shards = self._shards
+            return [
+                partial(shard.push, body, payloads)
+                for shard, payloads in zip(shards, parts(len(shards)), strict=True)
+            ]
+
         return self._begin_push(pushes, in_order=True)
 
-    def _begin_push(self, pushes: Sequence[Begin], *, in_order: bool) -> Handle:
-        """Begin a push at all servers in one turn of the client; tell the gate of its end."""
-        begins: list[Begin] = []
-        for shard, push in zip(self._shards, pushes, strict=True):
-            begin = partial(self._unless_rolled_back, push)
-            begins.append(partial(shard.operations.push, begin) if in_order else begin)
+    def _begin_push(self, pushes: Callable[[], Sequence[Begin]], *, in_order: bool) -> Handle:
+        """Begin a push at all servers in one turn of the client, when the gate lets it pass.
+
+        Only then `pushes` says what goes to each server, as these may be others before. Where that
+        fails, as memory is missing or the user ends it, there is nothing whose answer the gate
+        would wait for.
+        """
+        push = object()
+        try:
+            self.gate.let_pass(push)
+            begins: list[Begin] = []
+            for shard, each in zip(self._shards, pushes(), strict=True):
+                begin = partial(self._unless_rolled_back, each)
+                begins.append(partial(shard.operations.push, begin) if in_order else begin)
+            handle = self._client.ask_all(begins)
+            self._pushes.add(handle)
+            handle.on_end(partial(self._answered, push, handle))
+        except BaseException:
+            self._client.call(partial(self.gate.take_back, push))
+            raise
         self.has_pushed, self.is_half_pushed = True, False
-        handle = self._client.ask_all(begins)
-        self._pushes.add(handle)
-        handle.on_end(partial(self._answered, handle))
         return handle
 
-    def _answered(self, push: Handle) -> None:
-        self._pushes.discard(push)
-        self.gate.answered()
+    def _answered(self, push: object, handle: Handle) -> None:
+        self._pushes.discard(handle)
+        self.gate.answered(push)
 
     def drop_pulls(self, error: Exception) -> None:
         """Fail the pulls that are not answered, which pushes wait for."""
