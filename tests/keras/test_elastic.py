@@ -202,6 +202,28 @@ def test_an_epoch_goes_on_where_it_was_committed(
     assert last == [(2, BATCHES - 1)] + [(3, b) for b in range(BATCHES)]
 
 
+@pytest.mark.usefixtures("initialized")
+def test_a_learning_rate_that_follows_batches_goes_on_where_it_was() -> None:
+    state = begun()
+    asked: list[float] = []
+    failures = iter([(1, 3), (1, 7), None])
+
+    def note(epoch: float) -> float:
+        asked.append(epoch)
+        return 1.0
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        schedule = hvd.callbacks.LearningRateScheduleCallback(0.01, note, staircase=False)
+        callbacks = [schedule, *all_callbacks(state, (0, 1, 2)), Failing(state, next(failures))]
+        epochs = {"epochs": 3, "initial_epoch": state.epoch}
+        state.model.fit(**batches(X, Y, 4), verbose=0, callbacks=callbacks, **epochs)
+
+    train(state)
+    # A batch that has failed, 1.3 and 1.7, was committed before.
+    assert asked == [epoch + batch / BATCHES for epoch in range(3) for batch in range(BATCHES)]
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_averages_are_swapped_back_before_an_epoch_is_committed(is_last: bool) -> None:
     """`SwapEMAWeights` does it as the next epoch begins, wherever it is in the list."""

@@ -238,7 +238,8 @@ class UpdateEpochStateCallback(StateCallback):
 
     Where `UpdateBatchStateCallback` knows the last batch of an epoch, it is done with that.
 
-    `fit` gets either ``epochs=total - state.epoch`` or ``initial_epoch=state.epoch``.
+    `fit` gets ``initial_epoch=state.epoch``. With ``epochs=total - state.epoch``, as Horovod's
+    examples have it, all that goes by the number of the epoch begins anew after a reset.
     """
 
     def __init__(self, state: Any) -> None:

@@ -53,11 +53,13 @@ class LearningRateScheduleCallback(Callback):
         self.start_epoch, self.end_epoch, self.staircase = start_epoch, end_epoch, staircase
         self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
         self._detected: int | None = None  # The steps of an epoch, as they were found out last.
+        self._steps = 0  # Of an epoch, as Keras knew when `fit` began; 0: it did not.
         self.current_epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check that the rate can be set."""
         get_learning_rate(self.model, type(self).__name__)
+        self._steps = self._known_steps()
         given = self.steps_per_epoch and self.steps_per_epoch != self._detected
         if not self.staircase and not given:
             self._detected = self._autodetect_steps_per_epoch()  # Each `fit` has data of its own.
@@ -73,7 +75,9 @@ class LearningRateScheduleCallback(Callback):
         """Set the rate of a slope."""
         if not self.staircase and self._in_force():
             assert self.steps_per_epoch
-            self._set(self.multiplier(self.current_epoch + batch / self.steps_per_epoch))
+            # `UpdateBatchStateCallback` leaves the batches that are to be done of this epoch.
+            done = self._steps - self._known_steps() + batch
+            self._set(self.multiplier(self.current_epoch + done / self.steps_per_epoch))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write the rate down."""
@@ -91,10 +95,13 @@ class LearningRateScheduleCallback(Callback):
         if self.momentum_correction and old > 0 and new != old:
             scale_velocities(self.model, new / old)
 
+    def _known_steps(self) -> int:
+        return int((self.params or {}).get("steps") or 0)
+
     def _autodetect_steps_per_epoch(self) -> int:
         params = self.params or {}
-        if params.get("steps"):
-            return int(params["steps"])
+        if steps := self._known_steps():
+            return steps
         if params.get("samples") and params.get("batch_size"):
             return int(params["samples"] // params["batch_size"])
         raise ValueError(
