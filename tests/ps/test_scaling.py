@@ -390,6 +390,18 @@ def test_a_push_that_is_broken_off_holds_no_change_and_no_load_up(
     assert pull() == {2.0}
 
 
+@pytest.mark.parametrize("sizes", [(300, 7), (300, 7, 40, 1), (300, 8, 40), (300, 7, 39)])
+def test_gradients_that_are_not_those_of_the_table_are_refused_before_they_count(
+    new_cluster: NewCluster, sizes: Sequence[int]
+) -> None:
+    _, trainer = with_one(new_cluster, 2, 2)
+    wanted = rf"of \[{', '.join(map(str, sizes))}\] elements .* 't', whose .* \[300, 7, 40\]"
+    with pytest.raises(ValueError, match=wanted):
+        trainer.table.push([np.ones(size) for size in sizes], {})
+    trainer.train(4)
+    assert bits(trainer.values) == train_in_one(4, lambda _: [0])
+
+
 def test_a_push_that_is_taken_back_is_no_step_before_the_border() -> None:
     """One that passes after it is the step that it would have been."""
     gate = Gate(lambda: 3, lambda: False)

@@ -23,6 +23,7 @@ from hvdlite.ps.tables.description import TableDescription  # noqa: E402
 from hvdlite.ps.tables.updater import Updater  # noqa: E402
 from hvdlite.torch import ps  # noqa: E402
 from hvdlite.torch.ps.arrays import Target, flat_array_of  # noqa: E402
+from hvdlite.torch.ps.embedding import PulledRows  # noqa: E402
 from hvdlite.torch.ps.pushing_optimizer import FEW, SMALL_BYTES, Gradients  # noqa: E402
 from hvdlite.torch.ps.updater import TorchRows, TorchUpdater  # noqa: E402
 from tests.ps.cluster import LIMIT_SECONDS, NewCluster  # noqa: E402
@@ -106,6 +107,22 @@ def test_whatever_raises_a_rollback_reads_the_weights_anew(
     if what != "step":
         optimizer.zero_grad()
     assert step(weight, embedding, optimizer) == 0.5, "it hears of it once"
+
+
+def test_rows_that_do_not_fit_are_refused_before_any_table_has_the_step(
+    trains: Trains, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, embedding, optimizer = trains(0.5)
+    with monkeypatch.context() as patched:
+        wrong = [np.array([1]), np.ones((1, 99), np.float32)]
+        patched.setattr(PulledRows, "take", lambda _rows, _scale: wrong)
+        with pytest.raises(ValueError, match="belong to 1 ids"):
+            step(weight, embedding, optimizer)
+    called = threading.Event()
+    optimizer._table._client.call(called.set)
+    assert called.wait(LIMIT_SECONDS)
+    assert {table.clock for table in optimizer._tables} == {2}
+    assert step(weight, embedding, optimizer) == 0.5
 
 
 def test_servers_hear_of_a_rate_whose_step_was_lost(trains: Trains) -> None:

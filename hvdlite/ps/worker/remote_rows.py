@@ -61,15 +61,8 @@ class RemoteRows(TableShards):
         Rows of an id that is repeated are added up in their order. Raises TypeError and ValueError
         for ids and rows that do not fit, and `PsRolledBack`.
         """
+        ids, rows = self.checked(ids, rows)
         self.raise_if_rolled_back()
-        ids = self.checked_ids(ids)
-        rows = np.asarray(rows)
-        shape = len(ids), self.spec.length
-        if rows.shape != shape or rows.dtype != dtype_of(self.spec.dtype):
-            raise ValueError(
-                f"rows of {self.name!r} are {rows.dtype} of shape {rows.shape}, and "
-                f"{self.spec.dtype} of shape {shape} belong to {len(ids)} ids"
-            )
         unique, merged = merge_repeated(ids, rows)
 
         def parts(servers: int) -> list[list[memoryview]]:
@@ -79,6 +72,18 @@ class RemoteRows(TableShards):
             ]
 
         return self._push_parts(parts, body or ({"numbers": self.numbers} if self.numbers else {}))
+
+    def checked(self, ids: Any, rows: Any) -> tuple[NDArray[np.int64], Array]:
+        """Return what `push` takes. Raises TypeError and ValueError as that."""
+        ids = self.checked_ids(ids)
+        rows = np.asarray(rows)
+        shape = len(ids), self.spec.length
+        if rows.shape != shape or rows.dtype != dtype_of(self.spec.dtype):
+            raise ValueError(
+                f"rows of {self.name!r} are {rows.dtype} of shape {rows.shape}, and "
+                f"{self.spec.dtype} of shape {shape} belong to {len(ids)} ids"
+            )
+        return ids, rows
 
     def skip(self) -> Handle:
         """Push a step that all workers skip."""

@@ -39,6 +39,7 @@ class RemoteTable(TableShards):
         links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
     ) -> None:  # fmt: skip
         self.specs, self._values = list(specs), values
+        self._sizes = [spec.size for spec in self.specs]
         super().__init__(answer, options, client, links, worker, declaration)
         self._begin_early()
 
@@ -96,8 +97,14 @@ class RemoteTable(TableShards):
     def push(self, tensors: Sequence[Array], body: Mapping[str, Any]) -> Handle:
         """Push the gradients of a step, as flat tensors, which are copied.
 
-        Raises `PsRolledBack`.
+        Without any, the step is skipped. Raises `PsRolledBack`, and ValueError for tensors that are
+        not those of the table.
         """
+        if tensors and [tensor.size for tensor in tensors] != self._sizes:
+            raise ValueError(
+                f"gradients of {[tensor.size for tensor in tensors]} elements are pushed to the "
+                f"table '{self.name}', whose tensors have {self._sizes}"
+            )
         try:
             self.raise_if_rolled_back()
         except PsRolledBack:

@@ -152,11 +152,12 @@ class PushingMixin(torch.optim.Optimizer):
                 [(name, self.param_groups[n]) for p, name, n in trained if p.grad is None],
                 "has no gradient in the first step",
             )
+        # What does not fit is said before one table has the step and others have not.
+        taken = [table.checked(*rows.take(self._scale)) for rows, table, _ in self._rows]
         if self._table is not None:
             self._table.push([] if skips else self._gradients.arrays(self._scale), body)
         handles: list[Handle] = []
-        for rows, table, number in self._rows:
-            ids, gradients = rows.take(self._scale)
+        for (_, table, number), (ids, gradients) in zip(self._rows, taken, strict=True):
             if skips:
                 handles.append(table.skip())
             else:
