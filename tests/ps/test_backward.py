@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.layouts.blocks import Array
-from hvdlite.ps.tables import gradient_pieces
-from hvdlite.ps.tables.gradient_pieces import EarlySender
+from hvdlite.ps.worker import early_sender
+from hvdlite.ps.worker.early_sender import EarlySender
 from hvdlite.ps.worker.shard import Shard
 from hvdlite.torch import ps
 from hvdlite.torch.ps.pushing_optimizer import BackwardFollower
@@ -73,7 +73,7 @@ def step(model: nn.Module, number: int, worker: int) -> None:
 def train_far(folder: Path) -> None:
     """Train as on hosts of their own, where some pieces are lost; write weights and counts."""
     Listener.open_memory = lambda self: None  # type: ignore[method-assign]
-    gradient_pieces.LEAST_BYTES = 100
+    early_sender.LEAST_BYTES = 100
     push_piece, end = Shard.push_piece, EarlySender.end
     choose, count, whole = random.Random(3), 0, []
 

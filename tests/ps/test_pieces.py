@@ -14,10 +14,11 @@ from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Message
 from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.layouts.layout import place
-from hvdlite.ps.tables import gradient_pieces
 from hvdlite.ps.tables.clocks import SYNC, Mode
-from hvdlite.ps.tables.gradient_pieces import ATTEMPT, LAST, PIECE, EarlySender, rest_of
+from hvdlite.ps.tables.gradient_pieces import ATTEMPT, LAST, PIECE
 from hvdlite.ps.tables.table import SKIP
+from hvdlite.ps.worker import early_sender
+from hvdlite.ps.worker.early_sender import EarlySender, rest_of
 from hvdlite.ps.worker.shard import Shard
 from tests.ps.cluster import (
     Cluster,
@@ -40,7 +41,7 @@ SPECS = [TensorSpec(str(key), "float32", (size,)) for key, size in enumerate(SIZ
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_pieces, "LEAST_BYTES", 84)
+    monkeypatch.setattr(early_sender, "LEAST_BYTES", 84)
 
 
 def cut(blocks: Sequence[Block], gradients: Sequence[Array]) -> list[memoryview]:

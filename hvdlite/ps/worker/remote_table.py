@@ -15,7 +15,7 @@ from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of, dtype
 from hvdlite.ps.layouts.layout import Layout
 from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.tables.description import describe_table
-from hvdlite.ps.tables.gradient_pieces import EarlySender, Gone, rest_of
+from hvdlite.ps.worker.early_sender import EarlySender, Gone, rest_of
 from hvdlite.ps.worker.ordered_operations import Begin, MovedError
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.shard import PsRolledBack

@@ -17,7 +17,7 @@ from hvdlite.common.settings.logs import log
 from hvdlite.ps.connections.messages import LASTS, REPLACES, Buffer, Message, ignore
 from hvdlite.ps.connections.records import OFF
 from hvdlite.ps.tables.clocks import SYNC
-from hvdlite.ps.tables.gradient_pieces import Rest
+from hvdlite.ps.worker.early_sender import Rest
 from hvdlite.ps.worker.ordered_operations import MovedError, OrderedOperations
 
 
