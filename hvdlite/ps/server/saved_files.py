@@ -2,6 +2,10 @@
 
 A file has the arrays of a `SavedTable` in the format of safetensors, and as its metadata what is to
 be said of them, with their checksums. Nothing is unpickled.
+
+`hvdlite.checkpoint.files` does not serve here, as it needs the library of safetensors, which a
+server has not where hvdlite is installed without extras, and which copies what it writes; nor does
+this serve there, as others read those files by the dtypes and shapes of their tensors.
 """
 
 from __future__ import annotations
