@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 for _name in ("matplotlib", "sklearn"):
@@ -23,5 +23,9 @@ def _disable(
 
 
 _compiler = ModuleType("torch._dynamo")
-_compiler.__dict__.update(disable=_disable, graph_break=lambda *_, **__: None)
+_compiler.__dict__.update(
+    disable=_disable, graph_break=lambda *_, **__: None,
+    # Torch's own process groups forget what the compiler has noted of them.
+    trace_rules=SimpleNamespace(clear_lru_cache=lambda: None),
+)  # fmt: skip
 sys.modules.setdefault("torch._dynamo", _compiler)
