@@ -381,6 +381,19 @@ def test_process_sets_are_added_used_and_removed() -> None:
     run_ranks(3, main)
 
 
+def test_what_waits_in_a_process_set_that_is_removed_fails() -> None:
+    def main(rank: int) -> None:
+        pair = hvd.add_process_set([0, 1])
+        waits = hvd.allreduce_async(np.ones(2), name="t", process_set=pair) if rank == 0 else None
+        assert hvd.remove_process_set(pair)
+        if waits is not None:
+            with pytest.raises(hvd.HorovodInternalError, match=r"'allreduce.t'.* been removed"):
+                hvd.synchronize(waits)
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum, name="after").tolist() == [3]
+
+    run_ranks(3, main)
+
+
 def test_a_rank_that_shuts_down_fails_what_needs_it_and_nothing_else() -> None:
     barrier = threading.Barrier(3)
 

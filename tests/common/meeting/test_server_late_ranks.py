@@ -20,6 +20,7 @@ from hvdlite.common.meeting.detection import detect
 from hvdlite.common.meeting.meet import meet as meet_at
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
+from hvdlite.common.meeting.start_wait import Presence
 from tests.common.meeting.serving import (
     LIMIT,
     SECRET,
@@ -64,6 +65,22 @@ def test_the_server_may_come_later_and_its_name_may_resolve_later(
         return meet(at_server(f"job-0.service.invalid:{port}", 1, 2, SECRET, soon()))
 
     assert run_threads(2, rank_main) == [expected(2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "left", "elsewhere", "said"),
+    [
+        ([2], [], [], "these ranks did not come: 2 (seen: 0, 1)"),
+        ([], [2], [], "these ranks came and left again: 2 (seen: 0, 1, 2)"),
+        ([], [], None, "ranks of other hosts did not come (seen on this host: 0, 1)"),
+        ([], [], [3], "ranks of other hosts did not come (seen: 0, 1, 3)"),
+    ],
+)
+def test_who_has_not_come_is_said(
+    missing: list[int], left: list[int], elsewhere: list[int] | None, said: str
+) -> None:
+    assert Presence(missing, [0, 1], left, [], elsewhere).spell() == said
+    assert Presence(missing, [0, 1], left, ["4 is ill"], elsewhere).spell() == f"{said}; 4 is ill"
 
 
 def test_who_outlives_its_job_hears_so_at_once(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.mpi_messages import Backoff
 from hvdlite.common.transport.rendezvous import MeetingFolder, listen, meet
 from tests.common.children import living_child
+from tests.limits import HANG_SECONDS
 from tests.ranks import run_threads
 from tests.worlds import TCP, TcpWorld
 
@@ -233,6 +234,25 @@ def test_the_end_of_a_connection_follows_its_last_message(ranks: list[Any]) -> N
     assert caught.value.rank == 0
     ranks[1].send(2, b"others live")
     assert Incoming(1, b"others live") in collect(ranks[2], 2)
+
+
+def test_what_is_queued_goes_before_a_rank_closes() -> None:
+    """The message is larger than a socket, so that most of it waits when the rank ends."""
+    one, other = make_meshes(2)
+    body = os.urandom(4 << 20)
+    one.send(1, body)
+
+    def main(rank: int) -> Any:
+        if rank == 0:
+            one.drain(HANG_SECONDS)
+            return one.close()
+        came: list[Incoming] = []
+        while not came:
+            came = other.receive(HANG_SECONDS)
+        other.close()
+        return came[0].body == body
+
+    assert run_threads(2, main) == [None, True]
 
 
 def test_a_peer_that_leaves_during_a_wait_ends_it(ranks: list[Any]) -> None:
