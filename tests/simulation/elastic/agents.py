@@ -16,7 +16,7 @@ from hvdlite.launcher.agents import host_agents
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.command_line.job_kinds import ElasticOptions
 from hvdlite.launcher.decisions.commands import StartWorker
-from hvdlite.launcher.elastic import workers
+from hvdlite.launcher.elastic import worker_processes
 from hvdlite.launcher.elastic.worker_processes import ElasticWorkers
 from hvdlite.launcher.hosts.resources import SETTING
 from tests.simulation.elastic.hosts import Leader, Removal, stand_ins
@@ -116,7 +116,7 @@ def around(job: ElasticJob) -> Iterator[None]:
         agent.follow(leader)
 
     replaced: list[tuple[Any, str, Any]] = [
-        (host_agents, "time", clock), (workers, "time", clock),
+        (host_agents, "time", clock), (worker_processes, "time", clock),
         (host_agents.HostAgents, "_begin", begin),
         (host_agents, "ssh_command", lambda host, words, *_: ["ssh", host, words]),
         (host_agents, "LeadingProcess", lambda command, *_: Removal(job, command)),
