@@ -32,6 +32,9 @@ def port_of(listener: socket.socket) -> Address:
     return Address(host, port)
 
 
+MOST_TURNS = 100  # Between two moments in which the lock is free.
+
+
 class Driver:
     """A server in a thread of its own, as the launcher and its agents run one."""
 
@@ -46,7 +49,10 @@ class Driver:
     def _run(self) -> None:
         while not self._over.wait(0.001):
             with self.lock:
-                self._loop.run_once(0.0)
+                # On a busy machine a turn for each of many connections would take seconds.
+                for _ in range(MOST_TURNS):
+                    if not self._loop.run_once(0.0):
+                        break
 
     def close(self) -> None:
         self._over.set()
