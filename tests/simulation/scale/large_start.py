@@ -17,7 +17,7 @@ from hvdlite.common.connections.frames import unpack
 from hvdlite.launcher.agents.channel import unsqueeze
 from hvdlite.launcher.decisions import commands
 from hvdlite.launcher.decisions.commands import ElasticPlan
-from hvdlite.launcher.elastic import workers
+from hvdlite.launcher.elastic import worker_processes
 from hvdlite.launcher.elastic.driver_loop import DriverLoop
 from tests.simulation.lines import Wire
 from tests.simulation.scale.large_workers import Agent, Worker
@@ -61,7 +61,7 @@ class Launcher(DriverLoop):
         live = SimpleNamespace(note=nothing, orders=SimpleNamespace(receive=nothing))
         job: Any = SimpleNamespace(options=options, output=output, live=live)
         description: Any = SimpleNamespace(keep_answer=nothing, start=_start)
-        self.workers = workers.WorkerProcesses(job, description, self.driver)
+        self.workers = worker_processes.WorkerProcesses(job, description, self.driver)
 
     # -- messages
 
@@ -111,7 +111,7 @@ class Launcher(DriverLoop):
 
     def _run(self, action: Callable[[], object]) -> None:
         began = time.thread_time()
-        with patch.object(workers, "time", SimpleNamespace(monotonic=self.world.clock)):
+        with patch.object(worker_processes, "time", SimpleNamespace(monotonic=self.world.clock)):
             action()
         self.seconds += time.thread_time() - began
 
